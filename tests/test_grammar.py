@@ -7,19 +7,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jsonschema_rs
 import numpy as np
 import pytest
 from models import certain_pair, make_engine, one_layout, tiny_llama
+from test_slots_mesh import Store
 from test_text import BYTE_LEVEL, spell
 
 from benchmarks.schemas import KINDS
 from poss_jax import Engine, Generation, SamplingConfig, Scheduler, Slots, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, Drafting
-from poss_jax.engine import guided
+from poss_jax.engine import guided, leader, slots
 from poss_jax.engine.grammar import _LIMITS, Grammar, GrammarCompiler
 from poss_jax.engine.guided import Walk, no_masks
+from poss_jax.engine.leader import follow
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.scoring import score_prompt
 
 EOS, VOCAB = 1, len(BYTE_LEVEL)
 LLAMA = tiny_llama(vocab_size=VOCAB, max_position_embeddings=400, eos_token_ids=(EOS,))
@@ -162,6 +166,30 @@ def test_any_company_leaves_the_texts_as_they_are(alone: list[Generation]) -> No
             want = want[: len(answer.output_ids)]
         assert answer.output_ids == want
     assert [one.stop_reason for one in answers if one].count("cancelled") <= 4
+
+
+def test_a_follower_needs_no_grammar(
+    alone: list[Generation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the masks; prompts are scored between rounds."""
+    store = Store()
+    monkeypatch.setattr(leader, "_store", lambda: store)
+    engine, text = draw_engine(TREE), list(range(3, 93))
+    ours, theirs = (Slots(engine, sizes=(4,), max_length=100, max_logprobs=2) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        scheduler = Scheduler(ours)
+    try:
+        streams = scheduler.submit_all(prepare_all(engine))
+        assert scheduler.score(text) == score_prompt(engine, text, num_logprobs=2, max_length=100)
+        answers = [list(stream)[-1].answer for stream in streams]
+    finally:
+        scheduler.close()
+    assert [one and one.output_ids for one in answers] == [one.output_ids for one in alone]
+    monkeypatch.setattr(slots, "walk_trees", None)
+    follow(theirs)
+    for a, b in zip(jax.tree.leaves(theirs._state), jax.tree.leaves(ours._state), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_grammar_that_gets_too_complex_ends_its_text_alone(

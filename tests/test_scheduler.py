@@ -273,10 +273,13 @@ def test_logprobs_are_those_of_a_forward(engine: Engine):
     prompt = engine.prepare([1, 2, 3], 25, SamplingConfig(temperature=1, top_k=3, seed=9))
     scheduler = Scheduler(Slots(engine, sizes=(1,), max_length=300, max_logprobs=5))
     chunks = list(scheduler.submit(prompt, has_logprobs=True))
-    scheduler.close()
     answer = chunks[-1].answer
     logprobs = [one for chunk in chunks for one in chunk.logprobs]
     ids = prompt.ids + answer.output_ids
+    scores = scheduler.score(ids)
+    scheduler.close()
+    with pytest.raises(Closed):
+        scheduler.score(ids)
     config = engine.target_config
     # The engine's own weights are fused; a fresh target has the same values as matrices.
     target = draw_pair(seed=0)[0]
@@ -284,12 +287,12 @@ def test_logprobs_are_those_of_a_forward(engine: Engine):
     features = encode(target, config, jnp.asarray([ids]))
     logits = features[0, len(prompt.ids) - 1 : -1] @ target["head"]["weight"].T
     expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
-    assert len(logprobs) == len(answer.output_ids)
-    for row, token, one in zip(expected, answer.output_ids, logprobs, strict=True):
-        assert one.chosen == pytest.approx(row[token], abs=1e-4)
-        best = np.argsort(-row, kind="stable")[:5]
-        assert one.ids == best.tolist()
-        np.testing.assert_allclose(one.top, row[best], atol=1e-4)
+    for found in (logprobs, scores[len(prompt.ids) - 1 :]):
+        for row, token, one in zip(expected, answer.output_ids, found, strict=True):
+            assert one.chosen == pytest.approx(row[token], abs=1e-4)
+            best = np.argsort(-row, kind="stable")[:5]
+            assert one.ids == best.tolist()
+            np.testing.assert_allclose(one.top, row[best], atol=1e-4)
 
 
 def test_chunks_come_to_an_event_loop(engine: Engine, warm: Scheduler):
@@ -336,7 +339,7 @@ def test_readers_hear_when_nothing_comes(engine: Engine, warm: Scheduler):
             held.set()
             goes_on.wait()
 
-        threading.Thread(target=warm._call, args=[hold_up]).start()
+        threading.Thread(target=warm._calls.run, args=[hold_up]).start()
         held.wait()  # now nothing is decoded
         async for item in merge([warm.submit(prompt)], patience=0.05):
             if item is None:

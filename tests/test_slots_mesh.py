@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,9 +26,11 @@ from poss_jax import Engine, SamplingConfig, UserError
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.engine import leader
+from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.leader import Leader, follow
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Scheduler
+from poss_jax.engine.scoring import score_prompt
 from poss_jax.engine.slots import Slots
 from poss_jax.program.running import UNEXPECTED
 
@@ -225,7 +228,7 @@ def server_of_two(folder: Path, models: Path) -> Iterator[tuple[str, list[subpro
         "JAX_NUM_PROCESSES": "2",
     }
     pair = [str(models / "target"), "--draft", str(models / "draft")]
-    options = ["--port", str(port), "--batch-size", "2", "slots=[2]", "max_logprobs=0"]
+    options = ["--port", str(port), "--batch-size", "2", "slots=[2]", "max_logprobs=1"]
     tree = [f"tree.{key}={value}" for key, value in vars(TREE).items()]
     command = [sys.executable, "-m", "infer.serve", "--target", *pair, *options, *tree]
     processes = []
@@ -252,13 +255,32 @@ def wait_until_ready(address: str, processes: list[subprocess.Popen[str]]) -> No
     raise AssertionError("it was not ready in time")
 
 
-def ask(address: str, **body: Any) -> list[int]:
-    """Token ids of a completion."""
+def ask(address: str, **body: Any) -> dict[str, Any]:
+    """A completion's choice."""
     data = json.dumps(body | {"return_token_ids": True}).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/completions", data, headers)
     with urllib.request.urlopen(request) as response:
-        return json.load(response)["choices"][0]["token_ids"]
+        return json.load(response)["choices"][0]
+
+
+def check_grammars(address: str, engine: Engine) -> None:
+    pattern = "[a-z]{3,9}-[0-9]{2}"
+    sampling = SamplingConfig(temperature=1.0, seed=6)
+    prompt = engine.prepare([1, 2, 3], 20, sampling, grammar=Grammar.regex(pattern))
+    (answer,) = engine.decode([prompt])
+    asked = {"prompt": [1, 2, 3], "max_tokens": 20, "temperature": 1, "seed": 6}
+    got = ask(address, **asked, structured_outputs={"regex": pattern})
+    assert got["token_ids"] == answer.output_ids
+    assert re.fullmatch(pattern, got["text"])
+
+
+def check_scores(address: str, engine: Engine) -> None:
+    prompt = np.random.default_rng(0).integers(3, 270, 90).tolist()  # two chunks
+    got = ask(address, prompt=prompt, max_tokens=1, prompt_logprobs=1)["prompt_logprobs"]
+    values = [one[str(token)]["logprob"] for one, token in zip(got[1:], prompt[1:], strict=True)]
+    want = [one.chosen for one in score_prompt(engine, prompt)]
+    np.testing.assert_allclose(values, want, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -283,7 +305,10 @@ def test_two_processes_serve_one_model_and_end_together(
         wait_until_ready(address, processes)
         for prompt, one in [([1, 2, 3], settings[0]), ([4] * 70, settings[1])]:
             (answer,) = engine.generate([prompt], max_new_tokens=12, sampling=SamplingConfig(**one))
-            assert ask(address, prompt=prompt, max_tokens=12, **one) == answer.output_ids
+            got = ask(address, prompt=prompt, max_tokens=12, **one)
+            assert got["token_ids"] == answer.output_ids
+        check_grammars(address, engine)
+        check_scores(address, engine)
         processes[0].send_signal(told)
         logs = [(tmp_path / f"log-{index}").read_text() for index in range(2)]
         for process, wanted in zip(processes, codes, strict=True):

@@ -15,6 +15,7 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, Scheduler
+from poss_jax.engine.scoring import score_prompt
 from poss_jax.engine.slots import Program, Slots
 from poss_jax.engine.streams import Stream
 from poss_jax.engine.warm_up import WarmUp, _Task
@@ -91,11 +92,13 @@ def test_texts_are_the_same_while_it_compiles(
     engine: Engine, warming: Scheduler, gate: Gate
 ) -> None:
     prompts = [engine.prepare([5, i], 6, one) for i, one in enumerate(SETTINGS)]
+    scored = {"num_logprobs": 3, "max_length": 300}
     for sizes in ((1,), (1, 2)):
         until_sizes(warming, gate, sizes)
         streams = [warming.submit(prompt) for prompt in prompts]
         for stream, prompt in zip(streams, prompts, strict=True):
             assert answer_of(stream).output_ids == alone(engine, prompt).output_ids
+        assert warming.score([5, 6, 7]) == score_prompt(engine, [5, 6, 7], **scored)
     assert warming.stats.compilations == 0
 
 

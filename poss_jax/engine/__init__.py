@@ -4,6 +4,8 @@ engine.py     Engine: preparing prompts, decoding on the device or round by roun
 models.py     the models of an engine: fused, placed, joined, replaced
 prompts.py    text, token ids or chat messages -> PreparedPrompt; a batch of them as arrays
 answers.py    Generation and Chunk; answers that grow round by round
+grammar.py    what an answer must match; guided.py walks the drafted trees under it
+scoring.py    log-probabilities of prompts
 leader.py     one model on several hosts: process 0 decides the steps, the others repeat them
 text.py       tokens -> text that may be shown; stop strings
 dialogue.py   prompt files, and conversations whose every turn the target answers
@@ -12,4 +14,5 @@ trees.py      draft trees per batch size: which apply; those written by hand or 
 rounds.py     what runs on the devices: a whole batch, or a few rounds at a time
 steps.py      prompts into slots, chunk by chunk
 slots.py      a batch whose texts come and go; scheduler.py fills it, streams.py carries the answers
+calls.py      what other threads want to run on the scheduler's
 """

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jax
 import numpy as np
 
 from poss_jax.config.reading import UserError, one_line
@@ -82,11 +81,8 @@ class GrammarCompiler:
           stop_ids: tokens that end a text once it matches.
 
         Raises:
-          UserError: no tokenizer, one that `llguidance` cannot read, nothing ends a text, or there
-            are several processes.
+          UserError: no tokenizer, one that `llguidance` cannot read, or nothing ends a text.
         """
-        if jax.process_count() > 1:  # the others would need the masks
-            raise UserError("grammar: want a server of one process, this one has several")
         if tokenizer is None or not stop_ids:
             raise UserError("grammar: want a target with a tokenizer and an EOS token")
         _llguidance()

@@ -1,18 +1,21 @@
 """Rounds of a batch in which grammars guide some texts; the others may choose any token.
 
-    begin (device) ─► walk the trees (host) ─► end (device)
-    draft             masks of all nodes       verify, accept, commit
+    draft (device) ─► walk the trees (host) ─► verify (device)
+                      masks of all nodes       accept, commit
 
 The draft knows what a grammar allows after the root. Deeper nodes that it forbids are cut off, and
-tokens that are certain take their places: such as the name of the next field.
+tokens that are certain take their places: such as the name of the next field. On several hosts
+process 0 walks, and the others get its plan (`leader.py`).
 """
 
 import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.decode import speculate
@@ -21,7 +24,7 @@ from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Tree, make_tree
 from poss_jax.engine.grammar import Guide
 from poss_jax.engine.rounds import Rounds, end_others, jit_step, mark, pack_new
-from poss_jax.shapes import Array, Bool, Float, Int, UInt
+from poss_jax.shapes import Array, Bool, Float, UInt
 
 _WALK_SECONDS = 0.05  # per tree; a harmless grammar takes 2 ms for 60 nodes
 _WALKERS = ThreadPoolExecutor(thread_name_prefix="poss-grammar")
@@ -30,7 +33,21 @@ Drafted = tuple[Tree, Float[Array, "B positions V"] | None]
 """A drafted tree, and the noise of the round."""
 
 
-def _begin_round(
+class Plan(NamedTuple):
+    """What the host decides about the trees of a round.
+
+    Attributes:
+      tokens: token of every node.
+      parents: node that each one continues, as in `Tree`.
+      masks: which tokens may follow each node (see `sampling.unpack`).
+    """
+
+    tokens: np.ndarray  # [B M] int32
+    parents: np.ndarray  # [B M] int32
+    masks: np.ndarray  # [B M words] uint32
+
+
+def _draft(
     weights: Weights,
     config: DecodeConfig,
     request: Request,
@@ -44,25 +61,25 @@ def _begin_round(
     return state, (tree, noise)
 
 
-def _end_round(
+def _verify(
     weights: Weights,
     config: DecodeConfig,
     request: Request,
     state: DecodeState,
     drafted: Drafted,
-    nodes: tuple[Int[Array, "B M"], Int[Array, "B M"]],
-    allowed: UInt[Array, "B M words"],
+    plan: Plan,
 ) -> tuple[DecodeState, Rounds]:
     tree, noise = drafted
+    tokens, parents, masks = map(jnp.asarray, plan)
     if not isinstance(tree, DrawnTree):  # the test of drawn children depends on their places
-        tree = make_tree(*nodes, depth=config.max_accepted)
+        tree = make_tree(tokens, parents, depth=config.max_accepted)
     before = state.output
-    state = speculate.finish_round(weights, config, request, state, tree, noise, allowed)
+    state = speculate.finish_round(weights, config, request, state, tree, noise, masks)
     return state, pack_new(config, before, state.output)
 
 
-_begin = jit_step(_begin_round, donate_argnums=3)
-_end = jit_step(_end_round, donate_argnums=3)
+draft = jit_step(_draft, donate_argnums=3)
+verify = jit_step(_verify, donate_argnums=3)
 
 
 def run_guided(
@@ -84,21 +101,37 @@ def run_guided(
       texts: indices of the texts the host wants to continue; others end.
       guides: grammars of some texts, after all of these tokens.
     """
-    batch_size, vocab_size = len(request.limits), config.target.vocab_size
-    is_text = mark(texts, batch_size)
-    first = first_masks(guides, batch_size, vocab_size)
-    state, drafted = _begin(weights, config, request, state, is_text, first)
+    batch_size = len(request.limits)
+    first = first_masks(guides, batch_size, config.target.vocab_size)
+    batch = weights, config, request
+    state, drafted = draft(*batch, state, mark(texts, batch_size), first)
+    # Processes that all walk must find the same, and may differ in speed.
+    plan = walk_trees(config, drafted[0], guides, has_time=jax.process_count() > 1)
+    return verify(*batch, state, drafted, plan)
+
+
+def walk_trees(
+    config: DecodeConfig, tree: Tree, guides: Mapping[int, Guide], *, has_time: bool = False
+) -> Plan:
+    """Walks the trees of some texts, in parallel, once the device has drafted them.
+
+    Args:
+      config: static settings of decoding.
+      tree: the trees.
+      guides: grammars of some texts, at the roots; they stay as they are.
+      has_time: whether walks may take any time; else they end early.
+    """
     # A drawn child that the target accepts is kept, so all nodes of such trees need their masks.
-    seconds = math.inf if isinstance(drafted[0], DrawnTree) else _WALK_SECONDS
-    tokens, parents = map(_read, (drafted[0].tokens, drafted[0].parents))
-    masks = no_masks(vocab_size, *tokens.shape)
+    has_time |= isinstance(tree, DrawnTree)
+    tokens, parents = _read(tree.tokens), _read(tree.parents)
+    plan = Plan(tokens, parents, no_masks(config.target.vocab_size, *tokens.shape))
 
     def walk(index: int) -> None:
-        row = Walk(guides[index], tokens[index], parents[index], masks[index])
-        row.mend(depth=config.max_accepted, seconds=seconds)
+        row = Walk(guides[index], *(part[index] for part in plan))
+        row.mend(depth=config.max_accepted, seconds=math.inf if has_time else _WALK_SECONDS)
 
     list(_WALKERS.map(walk, guides))
-    return _end(weights, config, request, state, drafted, (tokens, parents), masks)
+    return plan
 
 
 def _read(numbers: Array) -> np.ndarray:

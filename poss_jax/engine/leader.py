@@ -3,12 +3,14 @@
     process 0:   Leader(slots).run(...)  ─► sends ("run", ...) ─► slots.run(...)
     the others:  follow(slots)           ─►                       slots.run(...)
 
-Steps go through the key-value store of `jax.distributed`, not a collective: a waiting follower
-keeps no device busy and may wait for any time, and the leader need not wait for a round to end
-before it announces the next. If a process dies, `jax.distributed` ends all others.
+All that the host decides, such as the masks of a grammar, is an argument of a step. Steps go
+through the key-value store of `jax.distributed`, not a collective: a waiting follower keeps no
+device busy and may wait for any time, and the leader need not wait for a round to end before it
+announces the next. If a process dies, `jax.distributed` ends all others.
 """
 
 import pickle
+import zlib
 from itertools import count
 from typing import Any
 
@@ -17,7 +19,10 @@ from jax._src import distributed  # jax.distributed has the store, but no name f
 
 from poss_jax.engine.slots import Slots
 
-_STEPS = ("begin", "extend", "insert", "run", "resize")
+_STEPS = (
+    *("begin", "extend", "insert", "run", "draft", "verify", "resize"),
+    *("begin_scores", "score_next"),
+)
 _WAIT_MILLISECONDS = 3_600_000  # then the same question again
 _KEPT = 1024
 """Steps kept in the store; the rounds' collectives keep followers within a few of them."""
@@ -46,7 +51,8 @@ class Leader:
 
     def _tell(self, message: Any) -> None:
         store, index = _store(), self._num_told
-        store.key_value_set_bytes(_key(index), pickle.dumps(message))
+        # Masks are large and uniform: fast compression makes them some 70 times smaller.
+        store.key_value_set_bytes(_key(index), zlib.compress(pickle.dumps(message), 1))
         if index >= _KEPT:
             store.key_value_delete(_key(index - _KEPT))
         self._num_told += 1
@@ -55,7 +61,7 @@ class Leader:
 def follow(slots: Slots) -> None:
     """Runs the steps that process 0 sends, until it dismisses."""
     for index in count():
-        message = pickle.loads(_wait_for(_key(index)))
+        message = pickle.loads(zlib.decompress(_wait_for(_key(index))))
         if message is None:
             return
         name, args = message

@@ -15,20 +15,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 
-from poss_jax.config.reading import UserError, one_line
-from poss_jax.engine.answers import Chunk, Round
+from poss_jax.config.reading import UserError
+from poss_jax.engine.answers import Chunk, Round, TokenLogprobs
+from poss_jax.engine.calls import Calls, run_first
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.rounds import Pace, Rounds, count_rounds, read_rounds
-from poss_jax.engine.slots import Slots
+from poss_jax.engine.scoring import read_all_scores
+from poss_jax.engine.slots import Slots, run_guided_round
 from poss_jax.engine.stats import Stats
 from poss_jax.engine.streams import Stream
 from poss_jax.engine.warm_up import WarmUp
@@ -78,8 +80,9 @@ class Scheduler:
         self._under_way: list[tuple[Rounds, dict[int, Stream], float]] = []  # and the start time
         self._num_large = 0  # steps for which the batch was larger than needed
         self._pace = Pace()
-        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
+        self._calls = Calls(self._changed, self._check_thread)
+        self._scoring = threading.Lock()
         self._is_draining = self.is_closed = False
         self.warmth: WarmUp | None = None
         self._failure: BaseException | None = None  # of another thread
@@ -154,7 +157,7 @@ class Scheduler:
         Requests are answered meanwhile, with what is compiled. On several hosts they wait, since
         all processes must run the same steps in the same order.
         """
-        self._call(self._begin_warm_up)
+        self._calls.run(self._begin_warm_up, alone=True)
         try:
             self._compile()
         except BaseException as error:
@@ -180,18 +183,20 @@ class Scheduler:
                 "update_weights: want a server of one process, this one has several; start it "
                 "again with the new weights"
             )
+        with self._scoring:  # no prompt is scored half with the old ones
+            self._calls.run(partial(self._slots.update_weights, params), alone=True)
 
-        def replace_all() -> None:
-            try:
-                self._slots.update_weights(params)
-            except UserError:
-                raise
-            except Exception as error:  # the old parameters and all texts are intact
-                raise UserError(
-                    f"update_weights: {one_line(error)}; the old weights stay"
-                ) from error
+    def score(self, ids: Sequence[int]) -> list[TokenLogprobs]:
+        """Scores every token of a prompt but the first (see `score_prompt`), between rounds.
 
-        self._call(replace_all)
+        Args:
+          ids: token ids that `Engine.prepare` accepts, at most `max_length`.
+        """
+        with self._scoring:
+            if self._steps is self._slots:
+                self._slots.compile_scoring()  # here, so that texts need not wait
+            self._calls.run(partial(self._steps.begin_scores, ids))
+            return read_all_scores(partial(self._calls.run, self._steps.score_next), len(ids))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no more requests and waits for the rest; False if time ran out or it failed."""
@@ -211,17 +216,9 @@ class Scheduler:
         self._thread.join()
         self.stats.stop_watching()
 
-    def _call(self, function: Callable[[], None]) -> None:
-        """Runs a function on the scheduler's thread while no text is decoded."""
-        done: Future[None] = Future()
-        with self._changed:
-            self._calls.append((function, done))
-            self._changed.notify()
-        while True:
-            with suppress(TimeoutError):
-                return done.result(0.1)
-            if self.error is not None or not self._thread.is_alive():
-                raise Closed("the scheduler's thread has ended") from self.error
+    def _check_thread(self) -> None:
+        if self.error is not None or not self._thread.is_alive():
+            raise Closed("the scheduler's thread has ended") from self.error
 
     # ----------------------------------------------------------------------------------------------
     # On the scheduler's thread
@@ -271,17 +268,15 @@ class Scheduler:
         if self._failure is not None:
             raise self._failure
         self._drop_cancelled()
-        if self._calls and not any(self._streams()):
+        if self._calls.between:
+            run_first(self._calls.between)
+        if self._calls.alone and not any(self._streams()):
             while self._under_way:
                 self._finish_step()
-            function, done = self._calls.popleft()
-            try:
-                done.set_result(function())
-            except UserError as error:
-                done.set_exception(error)
+            run_first(self._calls.alone)
             return
         for _ in range(self._num_parts()):
-            if self._calls and self._reading is None:
+            if self._calls.alone and self._reading is None:
                 break  # waiting requests run after the call
             self._admit()
         self._start_round()
@@ -314,7 +309,7 @@ class Scheduler:
             with self._changed:  # `drain` and `close` find the stream in one place
                 stream = self._waiting.popleft()
                 self._reading = stream, 0
-            first = self._steps.begin(stream.prompt)
+            first = self._steps.begin(stream.prompt._replace(guide=None))  # only its masks are sent
             stream.answer.cached_tokens = min(first * self._slots.chunk, len(stream.prompt.ids))
             self._reading = stream, first
         if self._reading is None:
@@ -331,7 +326,8 @@ class Scheduler:
             slot = self._active.index(None)
             with self._changed:
                 self._reading, self._active[slot] = None, stream
-            self._expect(self._steps.insert(slot), {0: stream})
+            masks = stream.prompt.guide and self._slots.masks({0: stream.prompt.guide}, 1)
+            self._expect(self._steps.insert(slot, masks), {0: stream})
 
     def _can_begin(self) -> bool:
         """True if a request waits, and what it needs first is compiled."""
@@ -392,7 +388,11 @@ class Scheduler:
         if len(texts) < self._slots.size:  # keep steps short for the next request
             num_rounds = max(num_rounds // 4, 1)
         guides = {slot: one.answer.guide for slot, one in texts.items() if one.answer.guide}
-        self._expect(self._steps.run(program, tuple(texts), num_rounds, guides), texts)
+        if guides:
+            rounds = run_guided_round(self._steps, program, tuple(texts), guides)
+        else:
+            rounds = self._steps.run(program, tuple(texts), num_rounds)
+        self._expect(rounds, texts)
 
     def _expect(self, rounds: Rounds, texts: dict[int, Stream]) -> None:
         self._under_way.append((rounds, texts, time.monotonic()))

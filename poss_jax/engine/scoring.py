@@ -1,9 +1,10 @@
 """Log-probabilities of the tokens of a prompt, under the target alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from poss_jax.decode.state import DecodeConfig, Logprobs, Weights
 from poss_jax.engine import steps
 from poss_jax.engine.answers import TokenLogprobs
 from poss_jax.engine.device import check_memory
@@ -12,12 +13,54 @@ from poss_jax.engine.prompts import PreparedPrompt, lay_out
 from poss_jax.engine.rounds import read_scores
 
 
+class Scoring:
+    """A prompt whose tokens are scored, chunk by chunk."""
+
+    def __init__(
+        self, weights: Weights, config: DecodeConfig, ids: Sequence[int], *, batch_size: int = 1
+    ) -> None:
+        """Scores nothing yet.
+
+        Args:
+          weights: the target's parameters.
+          config: made by `configure_scoring`.
+          ids: the prompt.
+          batch_size: sequences that the devices take; all get this prompt.
+        """
+        prompts = [PreparedPrompt(list(ids), 1)] * batch_size
+        host = lay_out(prompts, [[]] * batch_size, num_tokens=config.rows)
+        self._config, self._request = config, steps.put(weights, config, host)
+        self._index, self._num_chunks = 0, -(-(len(ids) - 1) // config.chunk)
+        self._prefill = steps.begin(weights, config, self._request) if self._num_chunks else None
+
+    def score_next(self, weights: Weights) -> Logprobs:
+        """Scores the next chunk (see `score_chunk`)."""
+        batch = weights, self._config, self._request, self._prefill, np.int32(self._index)
+        self._prefill, scores = steps.score(*batch)
+        self._index += 1
+        if self._index >= self._num_chunks:
+            self._prefill = None  # frees the cache
+        return scores
+
+
+def configure_scoring(engine: Engine, max_length: int, num_logprobs: int) -> DecodeConfig:
+    """Static settings for all prompts of up to `max_length` tokens; lists `num_logprobs` each."""
+    config = engine.config_with(None, max_length, engine.max_length)
+    return config._replace(num_logprobs=num_logprobs)
+
+
+def read_all_scores(score_next: Callable[[], Logprobs], num_tokens: int) -> list[TokenLogprobs]:
+    """Brings the scores of a prompt to the host, chunk by chunk."""
+    found = list[TokenLogprobs]()
+    while (num_left := num_tokens - 1 - len(found)) > 0:
+        found += read_scores(score_next(), 0, num_left)
+    return found
+
+
 def score_prompt(
     engine: Engine, ids: Sequence[int], *, num_logprobs: int = 1, max_length: int | None = None
 ) -> list[TokenLogprobs]:
     """Scores every token of a prompt but the first, as answers' tokens are scored.
-
-    Other decoding may run meanwhile: each chunk waits for its turn on the device.
 
     Args:
       engine: holds the target.
@@ -28,16 +71,9 @@ def score_prompt(
     Raises:
       UserError: more than the memory can hold.
     """
-    config = engine.config_with(None, max_length or len(ids) + 1, engine.max_length)
-    config = config._replace(num_logprobs=num_logprobs)
-    batch = engine.mesh.shape["data"] if engine.mesh else 1
-    check_memory(engine.weights, config, batch_size=batch)
-    prompts = [PreparedPrompt(list(ids), 1)] * batch
-    host = lay_out(prompts, [[]] * batch, num_tokens=config.rows)
-    weights, found = engine.weights, list[TokenLogprobs]()
-    request = steps.put(weights, config, host)
-    prefill = steps.begin(weights, config, request)
-    for index in range(-(-(len(ids) - 1) // config.chunk)):
-        prefill, scores = steps.score(weights, config, request, prefill, np.int32(index))
-        found += read_scores(scores, 0, min(config.chunk, len(ids) - 1 - len(found)))
-    return found
+    weights = engine.weights
+    config = configure_scoring(engine, max_length or len(ids) + 1, num_logprobs)
+    batch_size = engine.mesh.shape["data"] if engine.mesh else 1
+    check_memory(weights, config, batch_size=batch_size)
+    scoring = Scoring(weights, config, ids, batch_size=batch_size)
+    return read_all_scores(lambda: scoring.score_next(weights), len(ids))

@@ -1,6 +1,7 @@
 """Slots: a batch whose sequences come and go between rounds, on one device or a group of them.
 
     begin ─► extend ... extend ─► insert into a slot ─► run ─► run ... until the slot is ended
+                                                        draft, walk, verify: with grammars
 
 A prompt is read alone, chunk by chunk, so that rounds of other texts run in between. Its first
 chunks are copied if the prefix cache has them, and consecutive choices of the same prompt read it
@@ -14,23 +15,23 @@ On several hosts every process makes the same slots and calls them in the same o
 from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
-from poss_jax.config.reading import UserError
-from poss_jax.decode.state import Request
-from poss_jax.engine import steps
+from poss_jax.config.reading import UserError, one_line
+from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Request, Weights
+from poss_jax.engine import guided, steps
 from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Guide
-from poss_jax.engine.guided import first_masks, run_guided
+from poss_jax.engine.guided import Drafted, Plan, first_masks, walk_trees
 from poss_jax.engine.prefixes import Prefixes, make_prefixes, name_blocks
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, lay_out
-from poss_jax.engine.rounds import Rounds, run_step
+from poss_jax.engine.rounds import Rounds, mark, run_step
+from poss_jax.engine.scoring import Scoring, configure_scoring
 from poss_jax.engine.trees import cover_trees, tree_for
 from poss_jax.model.target import Prefill
 from poss_jax.shapes import Params
@@ -132,6 +133,10 @@ class Slots:
         self.prefixes = make_prefixes(self.weights, self._config, max_prefix_bytes, batch_size=most)
         self._reading: _Reading | None = None
         self._last_read: _Reading | None = None
+        self._drafted: Drafted | None = None
+        self._scoring: Scoring | None = None
+        self._can_score = False  # compiled
+        self._scoring_config = configure_scoring(engine, self.max_length, max_logprobs)
         request = self._put(PreparedPrompt([0], 1))
         slots = np.arange(self.sizes[0], dtype=np.int32)
         self._request, self._state = steps.allocate(self.weights, self._config, request, slots)
@@ -206,7 +211,7 @@ class Slots:
         draftless = [Program(None, one, is_draftless=True) for one in (True, False)]
         sampled = [one for one in self.programs(size) if one[1:] == (True, False, False, False)]
         guided = [one._replace(is_guided=True) for one in sampled]
-        can_guide = self.engine.tokenizer is not None and jax.process_count() == 1
+        can_guide = self.engine.tokenizer is not None
         return draftless * self._can_rest(size) + guided * can_guide
 
     def _can_rest(self, size: int) -> bool:
@@ -228,6 +233,19 @@ class Slots:
         """The tree for some texts; one for more if the batch is about to shrink."""
         fewest = 1 + max((one for one in self.sizes if one < size), default=0)
         return self._trees[max(num_texts, fewest) - 1]
+
+    # ----------------------------------------------------------------------------------------------
+    # Grammars, on one process
+
+    def masks(self, guides: Mapping[int, Guide], num_texts: int) -> np.ndarray:
+        """Masks of the next token of some texts, those of `guides` by their grammars."""
+        return first_masks(guides, num_texts, self._config.target.vocab_size)
+
+    def walk(self, program: Program, guides: Mapping[int, Guide]) -> Plan:
+        """Walks the trees that `draft` drafted (see `walk_trees`)."""
+        assert self._drafted is not None, "want draft first"
+        _, config, *_ = self._batch(program)
+        return walk_trees(config, self._drafted[0], guides)
 
     # ----------------------------------------------------------------------------------------------
     # Steps, the same on all processes
@@ -270,32 +288,59 @@ class Slots:
 
         self.prefixes.keep(names, range(first, min(last, len(names))), cut)
 
-    def insert(self, slot: int) -> Rounds:
-        """Chooses the first new token and gives the text a slot."""
+    def insert(self, slot: int, masks: np.ndarray | None = None) -> Rounds:
+        """Chooses the first new token and gives the text a slot.
+
+        Args:
+          slot: an empty one.
+          masks: tokens that may be chosen (see `masks`); None: any.
+        """
         assert self._reading is not None, "want begin first"
-        prompt, one, prefill, _ = self._reading
+        _, one, prefill, _ = self._reading
         self._reading, self._last_read = None, self._reading
-        guides = {} if prompt.guide is None else {0: prompt.guide}
-        masks = first_masks(guides, 1, self._config.target.vocab_size)
+        masks = self.masks({}, 1) if masks is None else masks
         batch = self._request, self._state, one, prefill, np.int32(slot), masks
         self._request, self._state, first = steps.insert(self.weights, self._config, *batch)
         return first
 
-    def run(
-        self,
-        program: Program,
-        texts: Sequence[int],
-        num_rounds: int = 1,
-        guides: Mapping[int, Guide] | None = None,
-    ) -> Rounds:
-        """Runs some rounds (see `run_step`); returns before they are done.
+    def run(self, program: Program, texts: Sequence[int], num_rounds: int = 1) -> Rounds:
+        """Runs some rounds without grammars (see `run_step`); returns before they are done.
 
         Args:
           program: the kind of round.
           texts: slots whose texts continue; texts of other slots end.
-          num_rounds: how many, at most `rounds.MOST_ROUNDS`; one if the program is guided.
-          guides: grammars by slot, if the program is guided (see `run_guided`).
+          num_rounds: how many, at most `rounds.MOST_ROUNDS`.
         """
+        draft = self._state.draft
+        batch = self._batch(program)
+        state, rounds = run_step(*batch, texts=texts, num_rounds=num_rounds)
+        self._state = state.replace(draft=draft) if program.is_draftless else state
+        return rounds
+
+    def draft(self, program: Program, texts: Sequence[int], masks: np.ndarray) -> None:
+        """Drafts the trees of a round with grammars.
+
+        Args:
+          program: the kind of round.
+          texts: as for `run`.
+          masks: tokens that may follow each text (see `masks`).
+        """
+        batch = *self._batch(program), mark(texts, self.size), masks
+        self._state, self._drafted = guided.draft(*batch)
+
+    def verify(self, program: Program, plan: Plan) -> Rounds:
+        """Ends a round that `draft` began; returns before it is done.
+
+        Args:
+          program: the kind of round.
+          plan: what `walk` returned on one of the processes.
+        """
+        self._state, rounds = guided.verify(*self._batch(program), self._drafted, plan)
+        self._drafted = None
+        return rounds
+
+    def _batch(self, program: Program) -> tuple[Weights, DecodeConfig, Request, DecodeState]:
+        """The arguments of all rounds of some kind."""
         tree, logprobs = program.tree, self.max_logprobs if program.has_logprobs else 0
         config = self._config._replace(num_logprobs=logprobs, drafts=tree is not None)
         if tree is not None:
@@ -303,16 +348,26 @@ class Slots:
         request = self._request
         if not program.is_sampled:
             request = request.replace(sampling=None)
-        state, draft = self._state, self._state.draft
+        state = self._state
         if program.is_draftless:
             config, state = config._replace(draft=None), state.replace(draft=None)
-        batch = self.weights, config, request, state
-        if program.is_guided:
-            state, rounds = run_guided(*batch, texts=texts, guides=guides or {})
-        else:
-            state, rounds = run_step(*batch, texts=texts, num_rounds=num_rounds)
-        self._state = state.replace(draft=draft) if program.is_draftless else state
-        return rounds
+        return self.weights, config, request, state
+
+    def compile_scoring(self) -> None:
+        """Compiles `score_next`, once; other threads may meanwhile take steps."""
+        if not self._can_score:
+            weights = steps.shapes_of(self.weights)
+            Scoring(weights, self._scoring_config, [0, 0]).score_next(weights)
+            self._can_score = True
+
+    def begin_scores(self, ids: Sequence[int]) -> None:
+        """Begins to score the tokens of a prompt; texts may be decoded meanwhile."""
+        self._scoring = Scoring(self.weights, self._scoring_config, ids)
+
+    def score_next(self) -> Logprobs:
+        """Scores the next chunk of that prompt."""
+        assert self._scoring is not None, "want begin_scores first"
+        return self._scoring.score_next(self.weights)
 
     def resize(self, size: int, order: Sequence[int]) -> None:
         """Moves texts into a batch of another size.
@@ -330,8 +385,32 @@ class Slots:
         self.size = size
 
     def update_weights(self, params: Params) -> None:
-        """Replaces the target's parameters (see `Engine.update_weights`)."""
+        """Replaces the target's parameters.
+
+        Raises:
+          UserError: the update failed; the old parameters and all texts stay.
+        """
         self._last_read = None  # computed with the old parameters
         self.prefixes.clear()
-        self.engine.update_weights(params)
+        try:
+            self.engine.update_weights(params)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"update_weights: {one_line(error)}; the old weights stay") from error
         self.weights = self.engine.weights
+
+
+def run_guided_round(
+    slots: Any, program: Program, texts: Sequence[int], guides: Mapping[int, Guide]
+) -> Rounds:
+    """Runs a round with grammars; returns before it is verified.
+
+    Args:
+      slots: slots, or their `Leader`.
+      program: the kind of round.
+      texts: slots whose texts continue; texts of other slots end.
+      guides: grammars by slot, after all tokens of these texts.
+    """
+    slots.draft(program, texts, slots.masks(guides, slots.size))
+    return slots.verify(program, slots.walk(program, guides))

@@ -21,7 +21,7 @@ import jax
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.rounds import Rounds
-from poss_jax.engine.slots import Program, Slots
+from poss_jax.engine.slots import Program, Slots, run_guided_round
 
 _ROUND_WEIGHT = 6  # rounds take about six times as long to compile as other steps
 
@@ -142,7 +142,8 @@ def _insert(slots: Slots | Leader) -> Rounds:
 def _run_at(slots: Slots | Leader, size: int, program: Program) -> Rounds:
     """Runs an empty round in a size, and returns to the first one."""
     _resize(slots, size)
-    rounds = slots.run(program, ())
+    is_guided = program.is_guided
+    rounds = run_guided_round(slots, program, (), {}) if is_guided else slots.run(program, ())
     _resize(slots, slots.sizes[0])
     return rounds
 

@@ -33,7 +33,6 @@ from poss_jax.engine.device import device_memory
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
-from poss_jax.engine.scoring import score_prompt
 from poss_jax.engine.slots import Slots
 from poss_jax.engine.streams import Chunks, Stream, merge
 from poss_jax.program.options import load_engine
@@ -61,6 +60,7 @@ _CSP = (
     "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'"
 )
+_STOPS = "the server stops; try another one"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": about}
     for status, about in {
@@ -202,7 +202,7 @@ class Service:
         except QueueFull as error:
             raise ApiError(429, "too many requests wait; try again", retry_after=1) from error
         except Closed as error:
-            raise ApiError(503, "the server stops; try another one", retry_after=1) from error
+            raise ApiError(503, _STOPS, retry_after=1) from error
 
     async def _submit_beside(self, job: Job) -> list[Stream]:
         """Submits; in a thread if an answer is continued, since its text is decoded first."""
@@ -249,17 +249,16 @@ class Service:
 
     async def _score(self, job: Job, reply: Reply) -> None:
         """Scores the prompts, one at a time for all requests; answers are decoded meanwhile."""
-        if jax.process_count() > 1:
-            raise ApiError(400, "logprobs: of prompts are not served on several hosts")
-        limits: Any = {"num_logprobs": self.config.max_logprobs}
-        limits |= {"max_length": self.limits.max_length}
 
         def score(index: int) -> None:
             prompt = job.prompts[index * job.num_choices]
-            reply.take_scores(index, score_prompt(self.engine, prompt.ids, **limits))
+            reply.take_scores(index, self.scheduler.score(prompt.ids))
 
-        for index in range(len(job.prompts) // job.num_choices):
-            await asyncio.get_running_loop().run_in_executor(self._scorer, score, index)
+        try:
+            for index in range(len(job.prompts) // job.num_choices):
+                await asyncio.get_running_loop().run_in_executor(self._scorer, score, index)
+        except Closed as error:
+            raise ApiError(503, _STOPS, retry_after=1) from error
 
     async def _timed(self, chunks: Chunks, arrived: float) -> Chunks:
         """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
