@@ -1,8 +1,9 @@
-"""Answers under JSON schemas: whether all are valid, and how long drafts are accepted.
+"""Answers under JSON schemas: are all valid, how long are drafts accepted, what do rounds cost?
 
 Asks the default model for an example of every schema of `schemas.py`, greedily: with its bundled
 draft under the schema as grammar and without grammar, and some without the draft under the grammar.
 Prints a table, and as its last line one JSON object; --output keeps report.json and report.md.
+Times are of rounds alone, from the first token on; CPU time is of all threads.
 
     python -m benchmarks.structured --output docs/results/structured
 """
@@ -10,7 +11,8 @@ Prints a table, and as its last line one JSON object; --output keeps report.json
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import jsonschema_rs
 from tqdm import tqdm
@@ -31,14 +33,27 @@ _QUESTION = "Write an example of JSON that matches this schema, and nothing else
 _MAX_LENGTH = 1024
 
 
-def ask(engine: Engine, schema: Schema, most: int, *, is_guided: bool) -> tuple[Generation, float]:
-    """The answer, and the seconds that it took."""
+class Asked(NamedTuple):
+    """An answer, and the seconds that its rounds took."""
+
+    schema: Schema
+    answer: Generation
+    seconds: float
+    cpu_seconds: float
+
+
+def ask(engine: Engine, schema: Schema, most: int, *, is_guided: bool) -> Asked:
+    """Asks for an example of a schema."""
     messages = [{"role": "user", "content": _QUESTION + json.dumps(schema)}]
     grammar = Grammar.json_schema(schema) if is_guided else None
     prompt = engine.prepare(messages, most, max_length=_MAX_LENGTH, grammar=grammar)
-    begun = time.perf_counter()
-    (answer,) = engine.decode([prompt])
-    return answer, time.perf_counter() - begun
+    answer, clocks = None, list[tuple[float, float]]()
+    for chunk in engine.decode_rounds(prompt):  # the first one has the first token
+        answer = chunk.answer
+        clocks.append((time.perf_counter(), time.process_time()))
+    assert answer is not None
+    seconds, cpu_seconds = (end - begin for begin, end in zip(clocks[0], clocks[-1], strict=True))
+    return Asked(schema, answer, seconds, cpu_seconds)
 
 
 def is_valid(text: str, schema: Schema) -> bool:
@@ -50,18 +65,20 @@ def is_valid(text: str, schema: Schema) -> bool:
     return True
 
 
-def summarise(answers: Sequence[tuple[Schema, Generation, float]]) -> dict[str, Any]:
+def summarise(asked: Sequence[Asked]) -> dict[str, Any]:
     """Counts answers, and averages rounds; the first answers compile, so times are medians."""
-    accepted = [count for _, one, _ in answers for count in one.accepted_per_round]
-    finished = [(schema, one) for schema, one, _ in answers if one.stop_reason == "stop"]
-    per_round = sorted(seconds / max(len(one.accepted_per_round), 1) for _, one, seconds in answers)
+    accepted = [count for one in asked for count in one.answer.accepted_per_round]
+    finished = [one for one in asked if one.answer.stop_reason == "stop"]
+    counted = [(one, len(one.answer.accepted_per_round)) for one in asked]
+    counted = [(one, num_rounds) for one, num_rounds in counted if num_rounds]
     return {
-        "answers": len(answers),
+        "answers": len(asked),
         "finished": len(finished),
-        "valid": sum(is_valid(str(one.text), schema) for schema, one in finished),
-        "tokens": sum(len(one.output_ids) for _, one, _ in answers),
+        "valid": sum(is_valid(str(one.answer.text), one.schema) for one in finished),
+        "tokens": sum(len(one.answer.output_ids) for one in asked),
         "acceptance_length": 1 + sum(accepted) / max(len(accepted), 1),
-        "milliseconds_per_round": 1000 * per_round[len(per_round) // 2],
+        "milliseconds": 1000 * median(one.seconds / count for one, count in counted),
+        "cpu_milliseconds": 1000 * median(one.cpu_seconds / count for one, count in counted),
     }
 
 
@@ -70,10 +87,11 @@ def format_table(report: dict[str, Any]) -> str:
     columns = ("answers", "finished", "valid", "tokens")
     rows = [
         (name, *(str(one[column]) for column in columns), f"{one['acceptance_length']:.2f}",
-         f"{one['milliseconds_per_round']:.0f}")
+         f"{one['milliseconds']:.1f}", f"{one['cpu_milliseconds']:.1f}")
         for name, one in report["runs"].items()
     ]  # fmt: skip
-    table = format_rows(["", *columns, "tokens per round", "ms per round and prompt"], rows)
+    heads = "", *columns, "tokens per round", "ms per round", "CPU ms per round"
+    table = format_rows(heads, rows)
     equal, of = report["equal"], report["runs"]["grammar, no draft"]["answers"]
     return "\n".join([*table, "", f"With the draft {equal} of {of} texts are those without."])
 
@@ -85,16 +103,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     alone = Engine.load(default_target())
     engine = alone.load_draft(default_drafts()[DRAFT])
-    runs: dict[str, list[Any]] = {"grammar": [], "no grammar": [], "grammar, no draft": []}
+    runs: dict[str, list[Asked]] = {"grammar": [], "no grammar": [], "grammar, no draft": []}
     num_equal = 0
     for index, (_, schema) in enumerate(tqdm(list(draw_schemas(args.schemas)))):
-        guided, seconds = ask(engine, schema, args.tokens, is_guided=True)
-        runs["grammar"].append((schema, guided, seconds))
-        runs["no grammar"].append((schema, *ask(engine, schema, args.tokens, is_guided=False)))
+        guided = ask(engine, schema, args.tokens, is_guided=True)
+        runs["grammar"].append(guided)
+        runs["no grammar"].append(ask(engine, schema, args.tokens, is_guided=False))
         if index < args.alone:
-            other, seconds = ask(alone, schema, args.tokens, is_guided=True)
-            runs["grammar, no draft"].append((schema, other, seconds))
-            num_equal += other.output_ids == guided.output_ids
+            other = ask(alone, schema, args.tokens, is_guided=True)
+            runs["grammar, no draft"].append(other)
+            num_equal += other.answer.output_ids == guided.answer.output_ids
     report = {
         "runs": {name: summarise(answers) for name, answers in runs.items()},
         "equal": num_equal,

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from models import tiny_llama
 
-from benchmarks import accelerator, break_even, random_pair
+from benchmarks import accelerator, break_even, random_pair, structured
 from benchmarks.options import read_tree
 from infer.bench.costs import DEVICES, Device, Workload, cost_card, floors
 from infer.bench.rates import Roofline
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig
+from poss_jax.engine.answers import Generation
 from poss_jax.engine.trees import ACCELERATOR_TREES, tree_for
 
 
@@ -30,6 +31,21 @@ from poss_jax.engine.trees import ACCELERATOR_TREES, tree_for
 def test_trees_that_are_refused(text: str, error: str) -> None:
     with pytest.raises(UserError, match=error):
         read_tree(text)
+
+
+def test_answers_under_schemas_are_counted_and_their_rounds_timed() -> None:
+    """The second answer's first token ended it, so it has no rounds; the third one is cut."""
+    answers = [
+        Generation([1], [2, 3, 4, 5], "12", [1, 0], [1, 1], "stop"),
+        Generation([1], [2], "x", [], [], "stop"),
+        Generation([1], [2, 3, 4], "1", [0, 0], [1, 1], "length"),
+    ]
+    times = [(0.2, 0.3), (0.0, 0.0), (0.4, 0.5)]
+    schema = {"type": "integer"}
+    asked = [structured.Asked(schema, one, *both) for one, both in zip(answers, times, strict=True)]
+    counts = {"answers": 3, "finished": 2, "valid": 1, "tokens": 8, "acceptance_length": 1.25}
+    medians = {"milliseconds": 150.0, "cpu_milliseconds": 200.0}
+    assert structured.summarise(asked) == pytest.approx(counts | medians)
 
 
 def test_every_specialist_has_its_price_unless_keys_and_values_are_shared() -> None:
