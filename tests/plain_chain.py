@@ -20,7 +20,7 @@ Predict = Callable[[Any, int, np.ndarray, np.ndarray], np.ndarray]
 """(draft, specialist, embeddings, features) -> what it predicts at these rows, which begin at 0."""
 
 
-def check_chains(config: DraftConfig, predict: Predict, **near: float) -> None:
+def check_chains(config: DraftConfig, predict: Predict, **near: Any) -> None:
     """Compares what training predicts, and what drafting does, with chains from every row.
 
     Args:
@@ -35,7 +35,7 @@ def check_chains(config: DraftConfig, predict: Predict, **near: float) -> None:
     starts = np.arange(T - 2)
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (draft, embedded, features))
     wanted = np.array(
-        [_follow(config, predict, wide[0], wide[1][0], wide[2][0], s) for s in starts]
+        [_follow(config, predict, wide[0], wide[1][0], wide[2][0], int(s)) for s in starts]
     )
     inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
     trained = predict_depths(stacked(draft), config, inputs, 3, block=4)

@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+Numbers = Sequence[float] | np.ndarray
+"""Numbers by depth."""
+
 _UNIT = 1e-12  # variation is counted in it, so that rounding breaks no tie
 
 Cost = tuple[int, int, tuple[int, ...]]
@@ -56,7 +59,7 @@ def advise_spans(drift: Sequence[float], weight: Sequence[float], num_spans: int
     return [-length for length in best_from(0, num_spans)[2]]
 
 
-def cost_of(drift: Sequence[float], weight: Sequence[float]) -> Cost:
+def cost_of(drift: Numbers, weight: Numbers) -> Cost:
     """Cost of one span of these depths."""
     variation = (np.asarray(weight, float) * _squares(drift, weight)).sum()
     return round(variation / _UNIT), len(drift) ** 2, (-len(drift),)
@@ -88,8 +91,8 @@ class Gains(NamedTuple):
 
 
 def advise_design(
-    acceptance: Sequence[float],
-    drift: Sequence[float],
+    acceptance: Numbers,
+    drift: Numbers,
     gains: Gains,
     *,
     num_layers: int,
@@ -121,21 +124,19 @@ def list_designs(depth: int, num_layers: int) -> Iterator[Design]:
             yield from (Design(spans, layers) for layers in range(1, most + 1))
 
 
-def expected_length(
-    acceptance: Sequence[float], drift: Sequence[float], gains: Gains, design: Design
-) -> float:
+def expected_length(acceptance: Numbers, drift: Numbers, gains: Gains, design: Design) -> float:
     """Tokens that a round of a chain should emit, the target's own included."""
     a = np.asarray(acceptance, float)
     weight = np.cumprod([1.0, *a[:-1]])
     ends = np.cumsum(design.spans)[:-1]
-    parts = zip(np.split(drift, ends), np.split(weight, ends), strict=True)
+    parts = zip(np.split(np.asarray(drift), ends), np.split(weight, ends), strict=True)
     within = np.concatenate([_squares(*part) for part in parts])
     a = a + gains.variation * (_squares(drift, weight) - within)
     a[0] = 1 - (1 - a[0]) * gains.misses_left ** log2(design.layers)
     return float(1 + np.cumprod(a.clip(0, 1)).sum())
 
 
-def _squares(drift: Sequence[float], weight: Sequence[float]) -> np.ndarray:
+def _squares(drift: Numbers, weight: Numbers) -> np.ndarray:
     """Squared distances of depths from their mean."""
     e, w = np.asarray(drift, float), np.asarray(weight, float)
     return (e - (w * e).sum() / max(w.sum(), 1e-300)) ** 2
