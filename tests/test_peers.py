@@ -284,7 +284,8 @@ LLAMA = {
 QWEN = LLAMA | {"model_type": "qwen3", "layer_types": ["full_attention"]}
 TWO_LAYERS = LLAMA | {"num_hidden_layers": 2}
 WINDOW = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 512}
-SHORT = WINDOW | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
+SHORT = WINDOW | {"sliding_window": 4}
+TWO_SHORT = TWO_LAYERS | SHORT | {"layer_types": ["sliding_attention"] * 2}
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
 ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 ROPE_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
@@ -298,13 +299,13 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "half of the vocabulary": (LLAMA, {"draft_vocab_size": 130}),
     "a window as long as the context": (QWEN | WINDOW, {}),
     "a window of four rows": (LLAMA | SHORT, {}),
-    "a window of four rows, Qwen3": (QWEN | SHORT | {"layer_types": ["sliding_attention"]}, {}),
+    "a window of four rows, Qwen3": (QWEN | SHORT, {}),
     "two layers": (TWO_LAYERS, {}),
-    "two layers, a window of four rows": (TWO_LAYERS | SHORT, {}),
+    "two layers, a window of four rows": (TWO_SHORT, {}),
     "its own embedding": (LLAMA, {"embed_requires_grad": True}),
     "rope yarn": (LLAMA | {"rope_parameters": ROPE_YARN}, {}),
     "P-EAGLE": (LLAMA, {"mask_token_id": 7}),
-    "P-EAGLE, two layers, a window of four rows": (TWO_LAYERS | SHORT, {"mask_token_id": 7}),
+    "P-EAGLE, two layers, a window of four rows": (TWO_SHORT, {"mask_token_id": 7}),
     "rope llama3": (LLAMA | {"rope_parameters": ROPE}, {}),
 }
 LOADED = {"ours, all tokens": "eagle3_full", "ours, 80 tokens": "poss3_e3"}

@@ -90,6 +90,7 @@ def run_parallel(model: Any, logits: Any, features: Any, tokens: Any, documents:
     order = depths[is_text].argsort(stable=True)  # depth 0 first
     rows, depths = rows[is_text][order], depths[is_text][order]
     core.generate_cod_sample_indices = lambda **_: (rows, depths)
+    core.compute_metrics = lambda **_: (None, {})  # its loss wants a GPU
     final = torch.zeros(1, tokens.shape[1], model.hidden_size)
     model(features, tokens, documents, verifier_last_hidden_states=final)
     result = torch.full((STEPS, tokens.shape[1], logits[0].shape[-1]), torch.nan)
