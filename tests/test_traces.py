@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import jax
 import pytest
 from models import one_layout
 from test_scheduler import SETTINGS, draw_engine
 
+from poss_jax.config.decoding import GenerateConfig
 from poss_jax.engine import traces
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Scheduler
 from poss_jax.engine.slots import Slots
 from poss_jax.model import target
+from poss_jax.program.options import load_engine
 
 Texts = list[list[int]]
 
@@ -85,7 +88,7 @@ def read_one(engine: Engine) -> Texts:
     return [one.output_ids for one in engine.generate([[1]], max_new_tokens=3)]
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a trace", None])
+@pytest.mark.parametrize("damage", [b"not a trace", None])
 def test_a_damaged_file_is_written_again(
     start: Callable[..., Texts], traced: list[int], tmp_path: Path, damage: bytes | None
 ) -> None:
@@ -114,6 +117,14 @@ def test_the_folder_is_bounded(
     monkeypatch.setattr(traces, "_MOST_FILES", 1)
     start(read_one)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_programs_keep_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "_folder", None)
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: MagicMock(spec=Engine))
+    monkeypatch.setenv("POSS_JAX_TRACES", str(tmp_path))
+    load_engine(GenerateConfig(target="any", prompt="Once"))
+    assert traces._folder == tmp_path
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(

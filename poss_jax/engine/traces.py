@@ -26,6 +26,8 @@ _MOST_FILES = 512  # of about 100 KB; those that were not used for longest go fi
 _DIGEST_BYTES = 32
 _SOURCES = Path(__file__).parents[1]
 
+_folder: Path | None = None
+
 ResultT = TypeVar("ResultT")
 
 
@@ -34,13 +36,10 @@ class _Trace(NamedTuple):
     tree: Any  # of the result
 
 
-class _Place:
-    folder: Path | None = None
-
-
 def keep_traces(folder: Path | None) -> None:
     """Keeps the steps that are traced from now on in a folder; None keeps none."""
-    _Place.folder = folder
+    global _folder
+    _folder = folder
 
 
 def kept(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
@@ -52,11 +51,10 @@ def kept(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
 
     @wraps(function)
     def run(weights: Weights, config: DecodeConfig, *args: Any) -> ResultT:
-        folder = _Place.folder
-        if folder is None or not _can_keep(config):
+        if _folder is None or not _can_keep(config):
             return function(weights, config, *args)
         leaves, tree = jax.tree.flatten((weights, args))
-        path = folder / _name(function, config, tree, leaves)
+        path = _folder / _name(function, config, tree, leaves)
         trace = _read(path)
         if trace is None:
             trace = _trace(function, config, tree, leaves)
@@ -68,9 +66,9 @@ def kept(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
 
 
 def _can_keep(config: DecodeConfig) -> bool:
-    """True for steps that their settings describe, on one device of a kind that was tried."""
+    """True for steps that their settings describe, on one device; only CPUs were tried."""
     is_alone = config.mesh is None and jax.process_count() == 1
-    return is_alone and config.children is None and jax.default_backend() in ("cpu", "gpu")
+    return is_alone and config.children is None and jax.default_backend() == "cpu"
 
 
 def _trace(
