@@ -3,9 +3,10 @@
 Starts `python -m infer.serve` on the models of --target and --draft (by default the bundled ones),
 and asks for sampled texts that `Engine.generate` has written beforehand.
 
-    load         many clients stream for some time, a third of them leave halfway; counts texts
-                 that differ, and measures first tokens, time per token, memory, and how soon a
-                 slot is free after its client left
+    load         many clients stream for some time, a third of them leave halfway; half of the
+                 prompts begin alike, a third of the answers follow a JSON schema; counts texts
+                 that differ, are lost or come twice, and measures first tokens, time per token,
+                 memory, and how soon a slot is free after its client left
     throughput   1, 4 and 16 clients (or --sizes), which stream or want whole answers, against
                  `Engine.generate` in batches of that size, alternating; with the draft and without,
                  and with a larger pair of random weights
@@ -41,16 +42,15 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.cases import Case, make_cases
 from benchmarks.options import make_parser, python_model
 from infer.bench.report import show_report
 from poss_jax.checkpoint.folder import read_target, write_model
 from poss_jax.checkpoint.record import new_record, provenance, target_identity
-from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import split_items
 from poss_jax.model.target import init_target
@@ -58,8 +58,6 @@ from poss_jax.program.arguments import at_least
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 
-PROMPTS = ("def read_lines(path):\n", "class Node:\n    def __init__", "import os\n", "for i in ")
-NUM_CASES = 64
 _ADDRESS = re.compile(r"listening at (http://\S+)/")
 _SERVE = """
 import sys
@@ -79,48 +77,15 @@ def set_rounds_apart(cores: Sequence[int]) -> None:
     os.sched_setaffinity(0, cores[1:])
 
 
-@dataclass(frozen=True)
-class Case:
-    """A request, and the tokens of the right answer."""
-
-    prompt: PreparedPrompt
-    expected: list[int]
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The request."""
-        return {
-            "prompt": self.prompt.ids,
-            "max_tokens": self.prompt.max_new_tokens,
-            "temperature": self.prompt.sampling.temperature,
-            "seed": self.prompt.sampling.seed,
-            "stream": True,
-            "return_token_ids": True,
-        }
-
-
 @dataclass
 class Answer:
-    """An answer as a client saw it; times in seconds."""
+    """An answer as a client saw it; times in seconds, `ids` are those of its parts."""
 
+    ids: set[str]
     tokens: list[int]
     first: float
     seconds: float
     is_whole: bool
-
-
-def make_cases(engine: Engine, max_new_tokens: int) -> list[Case]:
-    """Draws requests, and answers them without a server."""
-    prompts = [
-        engine.prepare(
-            PROMPTS[i % len(PROMPTS)], max_new_tokens, SamplingConfig(temperature=1.0, seed=i)
-        )
-        for i in range(NUM_CASES)
-    ]
-    answers = engine.decode(prompts, batch_size=8)
-    return [
-        Case(prompt, answer.output_ids) for prompt, answer in zip(prompts, answers, strict=True)
-    ]
 
 
 def serve(
@@ -153,8 +118,9 @@ def running(words: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 async def ask(client: httpx.AsyncClient, case: Case, *, leave_after: int | None = None) -> Answer:
     """Streams one answer; it may leave after some tokens."""
-    begun, first, tokens, is_whole = time.monotonic(), 0.0, [], False
+    begun, first, tokens, is_whole, ids = time.monotonic(), 0.0, [], False, set()
     async for event in _events(client, case.body):
+        ids.add(event["id"])
         new = event["choices"][0].get("token_ids") or []
         if new and not tokens:
             first = time.monotonic() - begun
@@ -162,7 +128,7 @@ async def ask(client: httpx.AsyncClient, case: Case, *, leave_after: int | None 
         is_whole = event["choices"][0]["finish_reason"] is not None
         if leave_after is not None and len(tokens) >= leave_after:
             break
-    return Answer(tokens, first, time.monotonic() - begun, is_whole)
+    return Answer(ids, tokens, first, time.monotonic() - begun, is_whole)
 
 
 async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -186,12 +152,12 @@ async def run_load(
     url: str, pid: int, cases: Sequence[Case], *, num_clients: int, seconds: float
 ) -> dict[str, Any]:
     """Streams from many clients; every third request of each leaves halfway."""
-    began, answers, wrong = time.monotonic(), [], 0
+    began, answers, wrong, lost = time.monotonic(), [], 0, 0
     end = began + seconds
     memory = [resident_mib(pid)]
 
     async def run_client(index: int, client: httpx.AsyncClient) -> None:
-        nonlocal wrong
+        nonlocal wrong, lost
         for turn in itertools.count():
             if time.monotonic() >= end:
                 return
@@ -201,6 +167,7 @@ async def run_load(
             answer = await ask(client, case, leave_after=half if leaves else None)
             expected = case.expected[: len(answer.tokens)] if leaves else case.expected
             wrong += answer.tokens != expected
+            lost += not (leaves or answer.is_whole)
             answers.append(answer)
 
     async with make_client(url) as client:
@@ -213,6 +180,7 @@ async def run_load(
         await asyncio.gather(*clients)
         elapsed = time.monotonic() - began  # with the answers that were begun in time
         freed = await measure_freeing(client, cases, num_clients)
+        cached = await read_metric(client, "prefix_cache_hits_total")
     whole = [answer for answer in answers if answer.is_whole]
     per_token = [
         (one.seconds - one.first) / (len(one.tokens) - 1) for one in whole if len(one.tokens) > 1
@@ -222,6 +190,10 @@ async def run_load(
         "answers": len(answers),
         "left": len(answers) - len(whole),
         "wrong": wrong,
+        "lost": lost,
+        "crossed": sum(len(one.ids) != 1 for one in answers),
+        "duplicated": len(answers) - len({name for one in answers for name in one.ids}),
+        "cached_tokens": cached,
         "tokens_per_second": sum(len(one.tokens) for one in answers) / elapsed,
         "first_token_milliseconds": percentiles([1000 * one.first for one in whole]),
         "per_token_milliseconds": percentiles([1000 * one for one in per_token]),
@@ -255,7 +227,9 @@ async def ask_whole(client: httpx.AsyncClient, case: Case) -> Answer:
     response = await client.post("/v1/completions", json=case.body | {"stream": False})
     response.raise_for_status()
     seconds = time.monotonic() - begun
-    return Answer(response.json()["choices"][0]["token_ids"], seconds, seconds, is_whole=True)
+    body = response.json()
+    tokens = body["choices"][0]["token_ids"]
+    return Answer({body["id"]}, tokens, seconds, seconds, is_whole=True)
 
 
 def run_server(
@@ -355,10 +329,12 @@ def compare(args: argparse.Namespace, target: str, draft: str | None) -> list[di
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs all parts."""
     engine = Engine.load(args.target, args.draft, max_length=args.max_length)
-    cases = make_cases(engine, args.max_new_tokens)
+    cases, mixed = (
+        make_cases(engine, args.max_new_tokens, is_mixed=is_mixed) for is_mixed in (False, True)
+    )
     report: dict[str, Any] = {"apart": args.apart}
     with serve(args, args.target, args.draft) as (pid, url):
-        load = run_load(url, pid, cases, num_clients=args.clients, seconds=args.seconds)
+        load = run_load(url, pid, mixed, num_clients=args.clients, seconds=args.seconds)
         report["load"] = asyncio.run(load)
         throughput = {"with draft": measure_throughput(args, engine, url, cases)}
     throughput["without"] = compare(args, args.target, None)
@@ -376,7 +352,9 @@ def format_report(report: dict[str, Any]) -> str:
     lines = ["Rounds have one core, all else the others.", ""] if report["apart"] else []
     lines += [
         f"{load['clients']} clients: {load['answers']} answers, of which {load['left']} were left "
-        f"halfway; **{load['wrong']} wrong**; {load['tokens_per_second']:.0f} tokens/s.",
+        f"halfway; **{load['wrong']} wrong**, {load['lost']} lost, {load['crossed']} crossed, "
+        f"{load['duplicated']} duplicated; {load['tokens_per_second']:.0f} tokens/s, and "
+        f"{load['cached_tokens']:.0f} tokens of prompts from the prefix cache.",
         "",
         *format_rows(
             ["", "p50", "p99"],

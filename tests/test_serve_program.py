@@ -243,6 +243,8 @@ def test_the_benchmark_finds_no_wrong_text(tmp_path: Path) -> None:
     serving_benchmark.main([*words, "--output", str(tmp_path)])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["load"]["answers"] > 4 and report["load"]["left"] > 0
-    assert report["load"]["wrong"] == 0
+    for name in ("wrong", "lost", "crossed", "duplicated"):
+        assert report["load"][name] == 0
+    assert report["load"]["cached_tokens"] > 0
     assert [len(rows) for rows in report["throughput"].values()] == [1] * 4
     assert "**0 wrong**" in (tmp_path / "report.md").read_text()
