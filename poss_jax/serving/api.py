@@ -33,7 +33,7 @@ _STYLE = "body{font:16px system-ui;max-width:60em;margin:2em auto;padding:0 1em}
 
 
 def add_api(app: FastAPI) -> None:
-    """Adds the endpoints of the OpenAI API."""
+    """Adds the endpoints of the OpenAI API, those of tokens, and their page."""
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -68,6 +68,19 @@ def add_api(app: FastAPI) -> None:
         body, (chat, job) = await service.read(request, ResponseRequest, read_response)
         return await service.answer(request, chat, job, response_writer(body, service.model))
 
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> Response:
+        page = _list_endpoints(app.openapi())
+        return HTMLResponse(page, headers={"content-security-policy": _CSP})
+
+    _add_tokens(app)
+    kinds = CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest
+    add_schemas(app, *kinds)
+
+
+def _add_tokens(app: FastAPI) -> None:
+    """Adds the endpoints of tokens."""
+
     @app.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, as /v1/completions would read it, or of a chat."""
@@ -86,14 +99,6 @@ def add_api(app: FastAPI) -> None:
     async def tokenizer_info(request: Request) -> Response:
         """Special tokens and the chat template."""
         return JSONResponse(read_tokenizer(service_of(request).engine))
-
-    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
-    async def docs() -> Response:
-        page = _list_endpoints(app.openapi())
-        return HTMLResponse(page, headers={"content-security-policy": _CSP})
-
-    kinds = CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest
-    add_schemas(app, *kinds)
 
 
 def add_errors(app: FastAPI) -> None:
