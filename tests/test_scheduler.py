@@ -137,7 +137,7 @@ def test_a_step_ends_with_a_text_and_the_next_one_waits_for_the_host(engine: Eng
 def test_requests_that_come_at_once_compile_nothing(engine: Engine, warm: Scheduler):
     prompts = draw_prompts(engine, 7)
     streams = []
-    warm._call(lambda: streams.extend(map(warm.submit, prompts)))  # while the batch has one slot
+    warm._calls.run(lambda: streams.extend(map(warm.submit, prompts)), alone=True)
     for stream in streams:
         list(stream)
     assert warm.stats.compilations == 0
@@ -176,7 +176,7 @@ def test_many_kinds_of_requests_compile_nothing(engine: Engine, warm: Scheduler,
     def compile_another() -> None:
         jax.jit(lambda x: x + 1).lower(1.0).compile()
 
-    warm._call(compile_another)
+    warm._calls.run(compile_another, alone=True)
     assert warm.stats.compilations == 1 and "after the warm-up" in caplog.text
     warm.stats.compilations = 0
 
