@@ -103,7 +103,7 @@ def make_wider(golden: Golden, folder: Path) -> Path:
 
 
 OTHER_LAYERS = partial(change, aux_layers=(1, 4, 6))
-OF_YARN = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=32)
+OF_YARN = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=64)
 YARN = partial(change, layer={"rope": OF_YARN})
 
 
