@@ -121,7 +121,7 @@ class Slots:
         self._config = config._replace(num_logprobs=max_logprobs)
         self.chunk = config.chunk
         # A batch is held twice while its size changes, plus the prompt being read.
-        most = max(self.sizes[-1], *map(sum, pairwise((0, *self.sizes)))) + 1
+        self._most = most = max(self.sizes[-1], *map(sum, pairwise((0, *self.sizes)))) + 1
         check_memory(engine.weights, self._config, batch_size=most)
         needed = most * cache_bytes(engine.weights, self._config)
         if max_cache_bytes is not None and needed > max_cache_bytes:
@@ -354,8 +354,13 @@ class Slots:
         return self.weights, config, request, state
 
     def compile_scoring(self) -> None:
-        """Compiles `score_next`, once; other threads may meanwhile take steps."""
+        """Compiles `score_next`, once; other threads may meanwhile take steps.
+
+        Raises:
+          UserError: the memory cannot hold a scored prompt next to all others.
+        """
         if not self._can_score:
+            check_memory(self.weights, self._config, batch_size=self._most + 1)
             weights = steps.shapes_of(self.weights)
             Scoring(weights, self._scoring_config, [0, 0]).score_next(weights)
             self._can_score = True
