@@ -10,14 +10,16 @@ from programs import Runs, interrupted_after, refusal, summary, write_lines
 
 from poss_jax import Generation, SamplingConfig, UserError
 from poss_jax.config.data import DataConfig
+from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.data.conversations import read_questions
 from poss_jax.data.records import Broken
 from poss_jax.data.sources import load_documents
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from train import regeneration
-from train.answers import AnswerFiles, AnswerSettings, Question, answer_window, list_questions
+from train.answers import AnswerFiles, Question, list_questions
 from train.regenerate import main
+from train.regeneration import answer_window
 
 
 def users(*turns: str) -> list[dict[str, str]]:
@@ -96,7 +98,14 @@ class Scripted(Engine):
         return Generation([], [], said, [], [], reason)
 
 
-SETTINGS = AnswerSettings(SamplingConfig(seed=7), max_new_tokens=10, batch_size=2)
+CONFIG = RegenerateConfig(
+    target="t",
+    output="o",
+    data=DataConfig(source="s"),
+    sampling=SamplingConfig(seed=7),
+    max_new_tokens=10,
+    batch_size=2,
+)
 
 
 def ask(engine: Any, *chats: Any, **changes: Any) -> list[dict[str, Any]]:
@@ -104,7 +113,7 @@ def ask(engine: Any, *chats: Any, **changes: Any) -> list[dict[str, Any]]:
         Question(n, f"file:{n}", {"id": str(n)}, chat if isinstance(chat, Broken) else users(*chat))
         for n, chat in enumerate(chats)
     ]
-    return answer_window(engine, questions, replace(SETTINGS, **changes))
+    return answer_window(engine, questions, replace(CONFIG, **changes))
 
 
 def test_turns_are_answered_in_turn_and_batched_by_length() -> None:
@@ -362,7 +371,7 @@ def test_a_template_and_a_system_prompt(
 ) -> None:
     asked = []
 
-    def remember(engine: Any, questions: Any, settings: Any) -> list[Any]:
+    def remember(engine: Any, questions: Any, *_: Any) -> list[Any]:
         asked.extend(engine.tokenizer.decode(engine.encode(one.messages)) for one in questions)
         return []
 

@@ -77,11 +77,10 @@ def test_openings_of_all_kinds_of_templates(
     tokenizer: Any, template: str, before: str, after: str
 ) -> None:
     tokenizer.chat_template = template
-    opening = find_opening(tokenizer, [])
-    assert (opening.before, opening.after) == (before, after)
-    later = find_opening(tokenizer, turns("Hello", "Hi"))
-    assert later.after == after and later.before.endswith(before.removeprefix("<s>")[-8:])
-    assert "Hello" in later.before and "Hi" in later.before
+    assert find_opening(tokenizer, []) == (before, after)
+    later, same = find_opening(tokenizer, turns("Hello", "Hi"))
+    assert same == after and later.endswith(before.removeprefix("<s>")[-8:])
+    assert "Hello" in later and "Hi" in later
 
 
 @pytest.mark.parametrize(

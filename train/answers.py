@@ -19,15 +19,14 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.whole import naming, write_file
 from poss_jax.config.data import DataConfig
-from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
+from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.data.conversations import read_questions
 from poss_jax.data.records import Broken, read_records
 from poss_jax.data.tokenizer import special_pattern
 from poss_jax.engine.answers import Generation
-from poss_jax.engine.dialogue import Dialogue, answer_all
-from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt, with_seed
+from poss_jax.engine.dialogue import Dialogue
+from poss_jax.engine.prompts import with_seed
 
 _ID_KEYS = ("id", "prompt_id", "question_id", "conversation_id")
 
@@ -50,28 +49,6 @@ class Question:
     where: str
     ids: dict[str, Any]
     messages: list[dict[str, str]] | Broken
-
-
-@dataclass(frozen=True)
-class AnswerSettings:
-    """Settings of all answers.
-
-    Attributes:
-      sampling: how tokens are chosen; the first chat gets its seed, the others seeds derived from
-        it and their index.
-      max_new_tokens: most tokens of an answer.
-      batch_size: number of chats answered together.
-      stop: strings that end an answer.
-      keeps_unfinished: keep answers that reach the limit.
-      temperatures: temperatures of chat 0, 1, ..., repeated; empty uses that in `sampling`.
-    """
-
-    sampling: SamplingConfig
-    max_new_tokens: int
-    batch_size: int
-    stop: Sequence[str] = ()
-    keeps_unfinished: bool = False
-    temperatures: Sequence[float] = ()
 
 
 def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
@@ -108,59 +85,23 @@ def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
     return questions
 
 
-def answer_window(
-    engine: Engine, questions: Sequence[Question], settings: AnswerSettings
-) -> list[Line]:
-    """Lets the target answer every turn of some chats, with its earlier answers in context.
-
-    A chat ends early if its next answer does not fit, is empty, or is not finished.
-
-    Returns:
-      For every question a line of the output (`messages`) or of the failures (`reason`).
-    """
-    dialogues = [open_dialogue(question, settings) for question in questions]
-    answer_dialogues(engine, dialogues, settings)
-    return [
-        answer_line(question, dialogue, engine.max_length)
-        for question, dialogue in zip(questions, dialogues, strict=True)
-    ]
-
-
-def answer_dialogues(
-    engine: Engine, dialogues: Sequence[Dialogue], settings: AnswerSettings
-) -> None:
-    """Lets the target answer all remaining turns."""
-
-    def refuse(answer: Generation) -> str:
-        return refuse_answer(answer, settings)
-
-    def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
-        return engine.decode(prompts, batch_size=settings.batch_size, stop=settings.stop)
-
-    answers = answer_all(
-        engine, dialogues, decode, batch_size=settings.batch_size, refuse=refuse, by_length=True
-    )
-    for _ in answers:
-        pass
-
-
-def refuse_answer(answer: Generation, settings: AnswerSettings) -> str:
+def refuse_answer(answer: Generation, config: RegenerateConfig) -> str:
     """Reason to drop an answer and end its chat; "" keeps it."""
-    if answer.stop_reason == "length" and not settings.keeps_unfinished:
-        return f"an answer not finished after {settings.max_new_tokens} tokens"
+    if answer.stop_reason == "length" and not config.keeps_unfinished:
+        return f"an answer not finished after {config.max_new_tokens} tokens"
     return "" if (answer.text or "").strip() else "an empty answer"
 
 
-def open_dialogue(question: Question, settings: AnswerSettings) -> Dialogue:
+def open_dialogue(question: Question, config: RegenerateConfig) -> Dialogue:
     """Makes the conversation of a question; it has ended if there is nothing to ask."""
-    sampling = with_seed(settings.sampling, question.index)
-    if temperatures := settings.temperatures:
+    sampling = with_seed(config.sampling, question.index)
+    if temperatures := config.temperatures:
         sampling = replace(sampling, temperature=temperatures[question.index % len(temperatures)])
     if isinstance(question.messages, Broken):
-        return Dialogue([], settings.max_new_tokens, sampling, ended=question.messages.reason)
+        return Dialogue([], config.max_new_tokens, sampling, ended=question.messages.reason)
     count = sum(message["role"] == "system" for message in question.messages)
     system, turns = question.messages[:count], question.messages[count:]
-    return Dialogue(turns, settings.max_new_tokens, sampling, messages=system)
+    return Dialogue(turns, config.max_new_tokens, sampling, messages=system)
 
 
 def answer_line(question: Question, dialogue: Dialogue, max_length: int = 0) -> Line:
@@ -216,7 +157,7 @@ class AnswerFiles:
         """
         self.output = output
         _, self.failed, self._about = answer_files(output)
-        self.num_done, self.counts = 0, dict[str, int]()
+        self.num_done, self.counts = 0, Counter[str]()
         made_from = json.loads(json.dumps(made_from))
         written = (path for path in (output, self.failed, self._about) if path.exists())
         self._to_start: dict[str, Any] | None = None
@@ -277,9 +218,7 @@ class AnswerFiles:
             self._count(line for line, _ in kept)
 
     def _count(self, lines: Iterable[Line]) -> None:
-        for line in lines:
-            key = line.get("reason", "answered")
-            self.counts[key] = self.counts.get(key, 0) + 1
+        self.counts.update(line.get("reason", "answered") for line in lines)
 
 
 def hash_questions(questions: Sequence[Question]) -> str:

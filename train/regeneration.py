@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.data.files import matching_files
 from poss_jax.data.templates import ChatTemplate
 from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.engine.dialogue import answer_all
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import check_bias
 from poss_jax.program.options import load_engine
@@ -26,14 +28,16 @@ from poss_jax.program.output import check_writable, waiting
 
 from .answers import (
     AnswerFiles,
-    AnswerSettings,
+    Line,
     Lines,
     Question,
     answer_files,
-    answer_window,
+    answer_line,
     hash_questions,
+    open_dialogue,
+    refuse_answer,
 )
-from .self_prompt import TurnWriter, plan_questions, read_asked, talk_window
+from .self_prompt import TurnWriter, find_writer, plan_questions, read_asked
 from .server import Server, answer_questions, hold_refusals
 
 _BATCHES_PER_WINDOW = 4
@@ -43,16 +47,14 @@ class Answerer(NamedTuple):
     """A target that answers: loaded here, or behind a server.
 
     Attributes:
-      made_from: all that decides the answers except questions and settings.
+      made_from: all that decides the answers except questions and `_describe`.
       tokenizer: its tokenizer; None if a server has it.
-      settings: settings of all answers.
       window: number of questions answered together.
       answer: answers questions; yields lines of the output, some at a time.
     """
 
     made_from: dict[str, Any]
     tokenizer: Any
-    settings: AnswerSettings
     window: int
     answer: Callable[[Sequence[Question]], Lines]
 
@@ -76,8 +78,7 @@ def _answer_remaining(config: RegenerateConfig, output: Path, *, overwrite: bool
         "data": config_to_dict(config.data),
         "questions": len(questions),
         "questions_sha256": hash_questions(questions),
-        **_describe(answerer.settings),
-        **_describe_self_prompt(config),
+        **_describe(config),
     }
     files = AnswerFiles(output, made_from, answerer.window, overwrite=overwrite)
     started, before = time.monotonic(), files.num_done
@@ -107,21 +108,16 @@ def _answer_remaining(config: RegenerateConfig, output: Path, *, overwrite: bool
 
 def _load_target(config: RegenerateConfig) -> Answerer:
     """Loads the target that answers, in windows of several batches."""
-    settings = _settings(config, config.batch_size)
     with waiting("loading the models ..."):
         engine = load_engine(config)
-    check_bias(settings.sampling, engine.target_config.vocab_size)
+    check_bias(config.sampling, engine.target_config.vocab_size)
     _set_template(engine, config.data)
-    engine.check_stop(settings.stop, settings.max_new_tokens)
-    window, writer = _BATCHES_PER_WINDOW * config.batch_size, _find_writer(config, engine.tokenizer)
+    engine.check_stop(config.stop, config.max_new_tokens)
+    window, writer = _BATCHES_PER_WINDOW * config.batch_size, find_writer(config, engine.tokenizer)
 
     def answer(questions: Sequence[Question]) -> Lines:
         for first in range(0, len(questions), window):
-            chosen = questions[first : first + window]
-            if writer is None:
-                yield answer_window(engine, chosen, settings)
-            else:
-                yield talk_window(engine, chosen, settings, writer)
+            yield answer_window(engine, questions[first : first + window], config, writer)
 
     made_from = {
         "target": asdict(engine.record.target),
@@ -129,9 +125,46 @@ def _load_target(config: RegenerateConfig) -> Answerer:
         "max_length": engine.max_length,
         "weights": engine.record.fingerprint,
         "chat_template": engine.tokenizer.chat_template,
+        "batch_size": config.batch_size,
         **(_describe_drafts(config, engine) if config.drafting == "sampled" else {}),
     }
-    return Answerer(made_from, engine.tokenizer, settings, window, answer)
+    return Answerer(made_from, engine.tokenizer, window, answer)
+
+
+def answer_window(
+    engine: Engine,
+    questions: Sequence[Question],
+    config: RegenerateConfig,
+    writer: TurnWriter | None = None,
+) -> list[Line]:
+    """Lets the target answer every turn of some chats, with its earlier answers in context.
+
+    A chat ends early if its next answer does not fit, is empty, or is not finished.
+
+    Args:
+      writer: lets the target write its share of the user turns; None: it writes none.
+
+    Returns:
+      For every question a line of the output (`messages`) or of the failures (`reason`).
+    """
+    dialogues = [open_dialogue(question, config) for question in questions]
+    pairs = list(zip(questions, dialogues, strict=True))
+    decode = partial(engine.decode, batch_size=config.batch_size, stop=config.stop)
+    for _ in range(1 if writer is None else writer.num_turns):
+        if writer is not None:
+            due = [dialogue for question, dialogue in pairs if writer.is_due(question, dialogue)]
+            writer.write(engine, due, config.batch_size)
+        answers = answer_all(
+            engine,
+            dialogues,
+            decode,
+            batch_size=config.batch_size,
+            refuse=lambda answer: refuse_answer(answer, config),
+            by_length=True,
+        )
+        for _ in answers:
+            pass
+    return [answer_line(*pair, engine.max_length) for pair in pairs]
 
 
 def _describe_drafts(config: RegenerateConfig, engine: Engine) -> dict[str, Any]:
@@ -147,43 +180,30 @@ def _describe_drafts(config: RegenerateConfig, engine: Engine) -> dict[str, Any]
 def _find_server(config: RegenerateConfig, url: str) -> Answerer:
     """Finds the server that answers; its address may change between runs."""
     tokenizer = load_tokenizer(as_path(config.target)) if config.target is not None else None
-    writer = _find_writer(config, tokenizer)
+    writer = find_writer(config, tokenizer)
     server = Server(url, config.model, config.chat_template_kwargs)
-    settings = _settings(config, 1)
 
     def answer(questions: Sequence[Question]) -> Lines:
-        return answer_questions(server, questions, settings, config.concurrency, writer)
+        return answer_questions(server, questions, config, writer)
 
-    made_from = {"model": server.model, "chat_template_kwargs": config.chat_template_kwargs}
-    return Answerer(made_from, tokenizer, settings, 1, answer)
-
-
-def _find_writer(config: RegenerateConfig, tokenizer: Any) -> TurnWriter | None:
-    return None if config.self_prompt is None else TurnWriter(config, tokenizer)
-
-
-def _describe(settings: AnswerSettings) -> dict[str, Any]:
-    """Describes the settings of answers; files older than `temperatures` stay valid."""
-    described = asdict(settings)
-    return described if settings.temperatures else described | {"temperatures": None}
+    made_from = {
+        "model": server.model,
+        "chat_template_kwargs": config.chat_template_kwargs,
+        "batch_size": 1,
+    }
+    return Answerer(made_from, tokenizer, 1, answer)
 
 
-def _describe_self_prompt(config: RegenerateConfig) -> dict[str, Any]:
-    """Describes all that decides the turns the target writes."""
-    if config.self_prompt is None:
-        return {}
-    return {name: value for name, value in vars(config).items() if name.startswith("self_prompt_")}
-
-
-def _settings(config: RegenerateConfig, batch_size: int) -> AnswerSettings:
-    return AnswerSettings(
-        sampling=config.sampling,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=batch_size,
-        stop=config.stop,
-        keeps_unfinished=config.keeps_unfinished,
-        temperatures=config.temperatures,
-    )
+def _describe(config: RegenerateConfig) -> dict[str, Any]:
+    """Describes the settings of answers, and of turns that the target writes."""
+    values = config_to_dict(config)
+    names = ["sampling", "max_new_tokens", "stop", "keeps_unfinished"]
+    if config.self_prompt is not None:
+        names += [name for name in values if name.startswith("self_prompt_")]
+    return {
+        "temperatures": values["temperatures"] or None,
+        **{name: values[name] for name in names},
+    }
 
 
 def _check_apart(source: str, output: Path) -> None:

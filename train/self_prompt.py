@@ -7,10 +7,10 @@ a question of the kind it was trained on (Magpie, arXiv 2406.08464).
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
-from itertools import pairwise
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,12 @@ from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 
-from .answers import (
-    AnswerSettings,
-    Line,
-    Lines,
-    Question,
-    answer_dialogues,
-    answer_line,
-    list_questions,
-    open_dialogue,
-)
+from .answers import Line, Lines, Question, list_questions
 
 _PROBES = "a first question", "something else"
 _LEAST_CHARACTERS = 10
 _MOST_REPETITION = 0.3  # a text that zlib shrinks below this share repeats itself
 _SHINGLE = 3  # words
-_BANDS, _BAND_SIZE = 16, 4  # texts that share half their shingles usually share a band
 _MOST_ALIKE = 0.6  # share of the shingles of two texts
 
 
@@ -87,21 +77,8 @@ def _usable(data: DataConfig, tokenizer: Any, number: int) -> list[Question]:
 # Writing a turn
 
 
-@dataclass(frozen=True)
-class Opening:
-    """Text that a template writes around a user's turn.
-
-    Attributes:
-      before: text up to the turn.
-      after: text after it, up to where the answer begins.
-    """
-
-    before: str
-    after: str
-
-
-def find_opening(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Opening:
-    """Finds what the tokenizer's template writes before and after a user's next turn.
+def find_opening(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[str, str]:
+    """Text that the tokenizer's template writes before and after a user's next turn.
 
     Raises:
       UserError: the template does not write turns as they are, or refuses these messages.
@@ -114,8 +91,8 @@ def find_opening(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Opening:
         except RenderError as error:
             raise UserError(f"the chat template refuses a user's turn: {error}") from error
         before, is_there, after = text.rpartition(probe)
-        found.append(Opening(before if is_there else "", after))
-    if found[0] != found[1] or not found[0].before.strip():
+        found.append((before if is_there else "", after))
+    if found[0] != found[1] or not found[0][0].strip():
         raise UserError(
             "self_prompt: want a chat template that opens a user's turn and then writes it as it "
             "is, got one whose opening cannot be found; give questions instead (--source DATA)"
@@ -149,7 +126,7 @@ class TurnWriter:
             temperature=config.self_prompt_temperature, top_p=config.self_prompt_top_p
         )
         self.num_turns, self.max_new_tokens = config.self_prompt_turns, config.self_prompt_tokens
-        ending = find_opening(tokenizer, []).after.strip()
+        ending = find_opening(tokenizer, [])[1].strip()
         special = self._special.match(ending)
         token = special and tokenizer.convert_tokens_to_ids(special.group())
         self.stop_ids = [] if token is None else [token]
@@ -168,7 +145,7 @@ class TurnWriter:
         Raises:
           UserError: see `find_opening`.
         """
-        text = find_opening(self._tokenizer, dialogue.messages).before
+        text, _ = find_opening(self._tokenizer, dialogue.messages)
         # A trailing space belongs to the first word's token.
         ids = call_tokenizer(self._tokenizer, text.rstrip(" "), add_special_tokens=False)
         return list(ids["input_ids"])
@@ -176,6 +153,23 @@ class TurnWriter:
     def sampling(self, dialogue: Dialogue) -> SamplingConfig:
         """Sampling settings of a conversation's turns."""
         return replace(self._sampling, seed=dialogue.sampling.seed)
+
+    def write(self, engine: Engine, dialogues: Sequence[Dialogue], batch_size: int) -> None:
+        """Writes the next turn of some conversations, or ends them."""
+        stop_ids = [*engine.stop_ids, *self.stop_ids]
+        due: list[tuple[Dialogue, PreparedPrompt]] = []
+        for dialogue in dialogues:
+            settings = self.max_new_tokens, self.sampling(dialogue)
+            try:
+                prompt = engine.prepare(self.prompt(dialogue), *settings, stop_ids=stop_ids)
+            except UserError as error:
+                dialogue.end(str(error))
+            else:
+                due.append((dialogue, prompt))
+        prompts = [prompt for _, prompt in due]
+        turns = engine.decode(prompts, batch_size=batch_size, stop=self.stop)
+        for (dialogue, _), turn in zip(due, turns, strict=True):
+            self.take(dialogue, turn)
 
     def take(self, dialogue: Dialogue, turn: Generation) -> None:
         """Adds the text as the next turn, or ends the conversation."""
@@ -197,38 +191,9 @@ class TurnWriter:
         return "a user's turn that repeats itself" if repeats_itself(text) else ""
 
 
-def talk_window(
-    engine: Engine, questions: Sequence[Question], settings: AnswerSettings, writer: TurnWriter
-) -> list[Line]:
-    """Like `answer_window`; the target also writes its share of the user turns."""
-    dialogues = [open_dialogue(question, settings) for question in questions]
-    pairs = list(zip(questions, dialogues, strict=True))
-    for _ in range(writer.num_turns):
-        due = [dialogue for question, dialogue in pairs if writer.is_due(question, dialogue)]
-        _write_turns(engine, due, settings, writer)
-        answer_dialogues(engine, dialogues, settings)
-    return [answer_line(*pair, engine.max_length) for pair in pairs]
-
-
-def _write_turns(
-    engine: Engine, dialogues: Sequence[Dialogue], settings: AnswerSettings, writer: TurnWriter
-) -> None:
-    """Writes the next turn of some conversations, or ends them."""
-    stop_ids = [*engine.stop_ids, *writer.stop_ids]
-    prompts: dict[int, PreparedPrompt] = {}
-    for index, dialogue in enumerate(dialogues):
-        try:
-            prompts[index] = engine.prepare(
-                writer.prompt(dialogue),
-                writer.max_new_tokens,
-                writer.sampling(dialogue),
-                stop_ids=stop_ids,
-            )
-        except UserError as error:
-            dialogue.end(str(error))
-    turns = engine.decode(list(prompts.values()), batch_size=settings.batch_size, stop=writer.stop)
-    for index, turn in zip(prompts, turns, strict=True):
-        writer.take(dialogues[index], turn)
+def find_writer(config: RegenerateConfig, tokenizer: Any) -> TurnWriter | None:
+    """Makes the writer of user turns; None if the target is to write none."""
+    return None if config.self_prompt is None else TurnWriter(config, tokenizer)
 
 
 def repeats_itself(text: str) -> bool:
@@ -244,19 +209,15 @@ def repeats_itself(text: str) -> bool:
 class Asked:
     """Finds questions that were asked before, or nearly.
 
-    A text is the set of its shingles, three words each. Its signature keeps the smallest of many
-    hashes (MinHash); two signatures agree in about the share that their sets have in common. Texts
-    that share a band of the signature are compared.
+    A text is the set of its shingles, three words each. Texts are nearly equal if most of their
+    shingles are the same.
     """
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
         """Begins with the chats of an output file."""
-        rng = np.random.default_rng(0)
-        size = _BANDS * _BAND_SIZE
-        self._factors, self._shifts = rng.integers(1, 1 << 63, (2, size, 1), np.uint64)
-        self._shingles: list[frozenset[int]] = []
-        self._places: dict[tuple[int, bytes], list[int]] = {}
         self._exact: set[str] = set()
+        self._sizes: list[int] = []  # number of shingles of each text
+        self._texts_with: dict[str, list[int]] = defaultdict(list)  # by shingle
         for line in lines:
             self.add(_first_question(line))
 
@@ -265,14 +226,14 @@ class Asked:
         words = text.casefold().split()
         if " ".join(words) in self._exact:
             return "a question that was asked before"
-        shingles = frozenset(map(_hash, _runs(words)))
-        bands = list(self._bands(shingles))
-        near = {index for band in bands for index in self._places.get(band, ())}
-        if any(_likeness(shingles, self._shingles[index]) >= _MOST_ALIKE for index in near):
-            return "a question that was nearly asked before"
-        for band in bands:
-            self._places.setdefault(band, []).append(len(self._shingles))
-        self._shingles.append(shingles)
+        shingles = _shingles(words)
+        shared = Counter(chain.from_iterable(self._texts_with.get(one, ()) for one in shingles))
+        for index, number in shared.items():
+            if number >= _MOST_ALIKE * (len(shingles) + self._sizes[index] - number):
+                return "a question that was nearly asked before"
+        for one in shingles:
+            self._texts_with[one].append(len(self._sizes))
+        self._sizes.append(len(shingles))
         self._exact.add(" ".join(words))
         return ""
 
@@ -287,11 +248,6 @@ class Asked:
         kept = {key: value for key, value in line.items() if key != "ended_early"}
         return kept | {"reason": reason}
 
-    def _bands(self, shingles: frozenset[int]) -> Iterator[tuple[int, bytes]]:
-        hashes = np.array(sorted(shingles), np.uint64)[None] * self._factors + self._shifts
-        signature = hashes.min(axis=1).reshape(_BANDS, _BAND_SIZE)
-        return ((number, band.tobytes()) for number, band in enumerate(signature))
-
 
 def read_asked(path: Path, num_done: int) -> Asked:
     """Reads the questions already in an output file."""
@@ -303,16 +259,7 @@ def _first_question(line: Line) -> str:
     return next(turn["content"] for turn in line["messages"] if turn["role"] == "user")
 
 
-def _runs(words: Sequence[str]) -> list[str]:
+def _shingles(words: Sequence[str]) -> set[str]:
     """All shingles of a text; a shorter text is one shingle."""
     ends = range(min(_SHINGLE, len(words)), len(words) + 1)
-    return [" ".join(words[max(0, end - _SHINGLE) : end]) for end in ends]
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _likeness(a: frozenset[int], b: frozenset[int]) -> float:
-    """Share of the shingles of two texts that both have."""
-    return len(a & b) / len(a | b)
+    return {" ".join(words[max(0, end - _SHINGLE) : end]) for end in ends}

@@ -27,18 +27,11 @@ from tqdm import tqdm
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError, lone_surrogates, shorten
+from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue
 
-from .answers import (
-    AnswerSettings,
-    Line,
-    Lines,
-    Question,
-    answer_line,
-    open_dialogue,
-    refuse_answer,
-)
+from .answers import Line, Lines, Question, answer_line, open_dialogue, refuse_answer
 from .self_prompt import TurnWriter
 
 _TRIES = 8
@@ -77,10 +70,6 @@ class Server:
     ) -> None:
         """Sets the address; asks the server for its first model if none is given.
 
-        Args:
-          url: its address, such as http://localhost:8000/v1.
-          chat_template_kwargs: values for its chat template.
-
         Raises:
           UserError: the server does not answer, or OPENAI_API_KEY is not a key.
         """
@@ -97,7 +86,7 @@ class Server:
         self.model = model or self._first_model()
 
     def answer(
-        self, messages: Sequence[Any], sampling: SamplingConfig, settings: AnswerSettings
+        self, messages: Sequence[Any], sampling: SamplingConfig, config: RegenerateConfig
     ) -> tuple[Generation, dict[str, str]]:
         """Answers a conversation.
 
@@ -109,13 +98,15 @@ class Server:
           UserError: it answers no question.
         """
         body = {"messages": messages, **self._more}
-        limits = settings.max_new_tokens, settings.stop
+        limits = config.max_new_tokens, config.stop
         choice = self._choose("chat/completions", body, sampling, *limits)
         message = choice["message"] if isinstance(choice.get("message"), dict) else {}
         if choice.get("finish_reason") in _CALLS or any(map(message.get, _CALLS)):
             raise Refused("an answer that calls tools")
-        text, thoughts = message.get("content", 0), _thoughts(message)
+        text = message.get("content", 0)
         text = "" if text is None else text
+        # Reasoning that the server splits off an answer has either name.
+        thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
         if not (isinstance(text, str) and isinstance(thoughts, str)):
             raise self._error(f"want a chat completion, got {shorten(choice)}")
         return _read(choice, text, thoughts), {"reasoning_content": thoughts} if thoughts else {}
@@ -220,18 +211,17 @@ class Server:
 def answer_questions(
     server: Server,
     questions: Sequence[Question],
-    settings: AnswerSettings,
-    concurrency: int,
+    config: RegenerateConfig,
     writer: TurnWriter | None = None,
 ) -> Lines:
     """Answers questions with a server, many at a time.
 
     Args:
-      concurrency: number of questions in flight.
+      config: settings of all answers, and the number of questions in flight.
       writer: lets the server write its share of the user turns; None: it writes none.
 
     Yields:
-      Lines of the output (see `train.answers.answer_window`), in the order of the questions.
+      Lines of the output (see `answer_window`), in the order of the questions.
 
     Raises:
       UserError: the server stopped answering; earlier lines are yielded first.
@@ -242,11 +232,11 @@ def answer_questions(
         while task := tasks.get():
             question, line = task
             try:
-                line.set_result(_answer(server, question, settings, writer))
+                line.set_result(_answer(server, question, config, writer))
             except BaseException as error:
                 line.set_exception(error)
 
-    num_threads = min(concurrency, len(questions))
+    num_threads = min(config.concurrency, len(questions))
     for _ in range(num_threads):  # daemons: an interrupted run does not wait for them
         threading.Thread(target=work, daemon=True).start()
     waiting: deque[Future[Line]] = deque()
@@ -254,7 +244,7 @@ def answer_questions(
         for question in questions:
             waiting.append(Future())
             tasks.put((question, waiting[-1]))
-            if len(waiting) == _AHEAD * concurrency:
+            if len(waiting) == _AHEAD * config.concurrency:
                 yield _take(waiting)
         while waiting:
             yield _take(waiting)
@@ -272,20 +262,21 @@ def hold_refusals(answers: Lines) -> Lines:
     Raises:
       UserError: the server refuses all of the first questions.
     """
-    held: list[Line] = []
-    refused: list[Line] = []
+    held, before, refused = list[Line](), list[Line](), list[Line]()
     with closing(answers):
         for lines in answers:
             held += lines
             before = list(itertools.takewhile(lambda line: not _is_answer(line), held))
             refused = list(filter(_is_refusal, before))
-            if len(refused) >= _REFUSALS:
-                raise _refuses_all(refused)
-            if len(before) < len(held):
+            if len(before) < len(held) or len(refused) >= _REFUSALS:
                 break
-        else:
-            if refused:
-                raise _refuses_all(refused)
+        if len(refused) >= _REFUSALS or (refused and len(before) == len(held)):
+            said = "".join(f": {line['said']}" for line in refused[:1] if "said" in line)
+            raise UserError(
+                f"the server refuses all of the first {len(refused)} questions "
+                f"({refused[0]['reason']}{said}); mend the settings, or leave these questions out "
+                "of the source, then run again"
+            )
         if held:
             yield held
         yield from answers
@@ -299,20 +290,11 @@ def _is_refusal(line: Line) -> bool:
     return line.get("reason", "").startswith(_REFUSES)
 
 
-def _refuses_all(refused: Sequence[Line]) -> UserError:
-    reason, said = refused[0]["reason"], refused[0].get("said")
-    return UserError(
-        f"the server refuses all of the first {len(refused)} questions "
-        f"({reason}{f': {said}' if said else ''}); mend the settings, or "
-        "leave these questions out of the source, then run again"
-    )
-
-
 def _answer(
-    server: Server, question: Question, settings: AnswerSettings, writer: TurnWriter | None
+    server: Server, question: Question, config: RegenerateConfig, writer: TurnWriter | None
 ) -> Line:
     """Lets the server answer every turn of a chat, with its earlier answers in context."""
-    dialogue, said = open_dialogue(question, settings), {}
+    dialogue, said = open_dialogue(question, config), {}
     while not dialogue.ended:
         try:
             if writer is not None and writer.is_due(question, dialogue):
@@ -321,12 +303,12 @@ def _answer(
             if not dialogue.left:
                 break
             messages = [*dialogue.messages, dialogue.left[0]]
-            answer, fields = server.answer(messages, dialogue.sampling, settings)
+            answer, fields = server.answer(messages, dialogue.sampling, config)
         except Refused as error:
             dialogue.end(str(error))
             said = {"said": error.said} if error.said else {}
             continue
-        if reason := refuse_answer(answer, settings):
+        if reason := refuse_answer(answer, config):
             dialogue.end(reason)
         else:
             dialogue.take(answer, fields)
@@ -364,11 +346,6 @@ def _read(choice: dict[str, Any], text: str, thoughts: str = "") -> Generation:
     if lone_surrogates(text + thoughts):
         raise Refused("an answer that is not UTF-8")
     return Generation([], [], text, [], [], "length" if reason == "length" else "stop")
-
-
-def _thoughts(message: dict[str, Any]) -> Any:
-    """The reasoning that a server splits off an answer, under any of its names."""
-    return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def _message(content: bytes) -> str:

@@ -1,7 +1,6 @@
 """Settings of `train.regenerate`, which lets a target write chats."""
 
 import re
-from dataclasses import fields
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -122,6 +121,5 @@ class RegenerateConfig(AnswerConfig):
 
     def _first_given(self, *names: str) -> str | None:
         """First of some keys that differs from its default."""
-        declared = {field.name: field.default for field in fields(self)}
-        defaults = {name: getattr(value, "default", value) for name, value in declared.items()}
-        return next((name for name in names if getattr(self, name) != defaults[name]), None)
+        declared: Any = type(self).__pydantic_fields__
+        return next((name for name in names if getattr(self, name) != declared[name].default), None)
