@@ -66,40 +66,34 @@ def read_run(folder: str) -> RunMetrics:
     """Reads the metrics of a run, which may still be running.
 
     Raises:
-      UserError: no run, or one that was never validated.
+      UserError: no run, a line that lacks what the table or the plot needs, or no validation yet.
     """
     path = as_path(folder)
     try:
         config = parse_yaml(read_text(path / "config.yaml"))
         text = read_text(path / "metrics.jsonl")
-        spans = config["specialists"]["positions_per_specialist"]
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
         run = RunMetrics(
             name=real_path(path).name,
             steps=[line for line in lines if "loss" in line],
             validations=[line for line in lines if "validation_loss" in line],
-            spans=spans,
+            spans=config["specialists"]["positions_per_specialist"],
         )
+        if run.validations:
+            _look_up(run)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise _no_metrics(folder) from error
+        raise UserError(f"{folder} holds no metrics of a training run; give its folder") from error
     if not run.validations:
         raise UserError(f"{folder} has no validation yet; wait for one")
     return run
 
 
-def check_run(folder: str, run: RunMetrics) -> None:
-    """Raises UserError if a line lacks a value that the table or the plot needs."""
-    try:
-        format_table([run])
-        for line in (*run.steps, *run.validations):
-            _ = line["step"] + _mean(line["loss"] if "loss" in line else line["validation_loss"])
-        _ = [line["simulated_acceptance_length"] for line in run.validations if run.specialists]
-    except (ValueError, LookupError, TypeError) as error:
-        raise _no_metrics(folder) from error
-
-
-def _no_metrics(folder: str) -> UserError:
-    return UserError(f"{folder} holds no metrics of a training run; give its folder")
+def _look_up(run: RunMetrics) -> None:
+    """Raises LookupError or the like if a line lacks a value that the table or the plot needs."""
+    format_table([run])
+    for line in (*run.steps, *run.validations):
+        _ = line["step"] + _mean(line["loss"] if "loss" in line else line["validation_loss"])
+    _ = [line["simulated_acceptance_length"] for line in run.validations if run.specialists]
 
 
 def format_table(runs: list[RunMetrics]) -> str:
@@ -161,9 +155,8 @@ def _draw_losses(axes: Any, runs: list[RunMetrics]) -> None:
 
 def _draw_acceptance(axes: Any, drafts: list[RunMetrics]) -> None:
     for run in drafts:
-        steps = [line["step"] for line in run.validations]
-        lengths = [line["simulated_acceptance_length"] for line in run.validations]
-        axes.plot(steps, lengths, "o-", label=run.name)
+        points = [(line["step"], line["simulated_acceptance_length"]) for line in run.validations]
+        axes.plot(*zip(*points, strict=True), "o-", label=run.name)
     axes.set(xlabel="step", ylabel="simulated acceptance length")
 
 
@@ -203,8 +196,6 @@ def main(arguments: list[str] | None = None) -> None:
             "print the table alone with --table"
         )
     runs = [read_run(folder) for folder in args.runs]
-    for folder, run in zip(args.runs, runs, strict=True):
-        check_run(folder, run)
     if len({run.name for run in runs}) < len(runs):
         places = [real_path(folder) for folder in args.runs]
         names = [f"{place.parent.name}/{place.name}" for place in places]

@@ -27,7 +27,6 @@ from poss_jax.program.output import check_new_file
 from poss_jax.program.tables import show_rows
 
 _SMALLEST_SHOWN = 16
-_PARTS = ("training", "held out")
 
 
 def count(args: argparse.Namespace) -> dict[str, Any]:
@@ -38,16 +37,30 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
         check_new_file(args.output)
     config = load_config(TrainConfig, args.config, args.overrides)
     counts = count_tokens(config)
-    size = args.size if args.coverage is None else size_for_coverage(counts[0], args.coverage)
-    summary: dict[str, Any] = {"vocab_size": len(counts[0]), "output": None}
+    trained = counts[0]
+    size = args.size if args.coverage is None else size_for_coverage(trained, args.coverage)
+    summary: dict[str, Any] = {"vocab_size": len(trained), "output": None}
     if size is not None:
-        vocabulary = make_vocabulary(config, counts[0], size)
-        summary |= {"size": size, "coverage": vocabulary.coverage}
+        tokens = choose_tokens(trained, size)
+        summary |= {"size": size, "coverage": coverage_of(trained, tokens)}
         if args.output is not None:
-            write_draft_vocabulary(args.output, vocabulary)
+            write_draft_vocabulary(args.output, _vocabulary(config, trained, tokens))
             summary["output"] = str(args.output)
     print("\n".join(_format_counts(config, counts, size)))
     return summary
+
+
+def _vocabulary(config: TrainConfig, trained: np.ndarray, tokens: np.ndarray) -> DraftVocabulary:
+    return DraftVocabulary(
+        vocab_size=len(trained),
+        tokens=tuple(tokens.tolist()),
+        coverage=coverage_of(trained, tokens),
+        source={
+            "target": config.target,
+            "data": config_to_dict(config.data),
+            "trained_tokens": int(trained.sum()),
+        },
+    )
 
 
 def apply(args: argparse.Namespace) -> dict[str, Any]:
@@ -120,43 +133,24 @@ def coverage_of(counts: np.ndarray, tokens: np.ndarray) -> float:
     return float(counts[tokens].sum() / counts.sum())
 
 
-def make_vocabulary(config: TrainConfig, counts: np.ndarray, size: int) -> DraftVocabulary:
-    """Makes the vocabulary of the most frequent tokens of a run's training rows.
-
-    Raises:
-      UserError: what `choose_tokens` refuses.
-    """
-    tokens = choose_tokens(counts, size)
-    return DraftVocabulary(
-        vocab_size=len(counts),
-        tokens=tuple(tokens.tolist()),
-        coverage=coverage_of(counts, tokens),
-        source={
-            "target": config.target,
-            "data": config_to_dict(config.data),
-            "trained_tokens": int(counts.sum()),
-        },
-    )
-
-
 def _format_counts(
     config: TrainConfig, counts: tuple[np.ndarray, np.ndarray], size: int | None
 ) -> list[str]:
     """Describes the counts and tabulates the coverage of several sizes."""
     trained = counts[0]
     vocab_size, num_seen = len(trained), int((trained > 0).sum())
-    sizes = {1 << power for power in range(vocab_size.bit_length())}
-    sizes = {one for one in sizes if one >= _SMALLEST_SHOWN} | {vocab_size, size or vocab_size}
-    lines = [
-        f"{config.data.source}: {trained.sum():,} tokens are trained on, {num_seen:,} of "
-        f"{vocab_size:,} different ones occur",
-        "",
-    ]
+    powers = {1 << power for power in range(vocab_size.bit_length())}
+    sizes = {one for one in powers if one >= _SMALLEST_SHOWN} | {vocab_size, size or vocab_size}
     table = []
     for shown in sorted(sizes):
         tokens = choose_tokens(trained, shown)
         table.append([shown, *(f"{coverage_of(part, tokens):.2%}" for part in counts)])
-    lines += show_rows(["size", *(f"coverage, {part}" for part in _PARTS)], table)
+    lines = [
+        f"{config.data.source}: {trained.sum():,} tokens are trained on, {num_seen:,} of "
+        f"{vocab_size:,} different ones occur",
+        "",
+        *show_rows(["size", "coverage, training", "coverage, held out"], table),
+    ]
     if size is not None and size > num_seen:
         lines += ["", f"{size - num_seen:,} of the {size:,} tokens never occur: the lowest ids"]
     return lines
