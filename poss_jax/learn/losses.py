@@ -158,12 +158,10 @@ def draft_losses(
 
     Args:
       head: LM head that the predictions are multiplied by, in their dtype.
-      predictions: features.
       targets: feature and expected head row to compare every prediction with.
       loss_mask: trained rows; a row whose best token the draft cannot propose counts in the
         feature term only.
       num_trained: trained rows in the whole batch, of which this may be a part: the denominator.
-      objective: weights of the terms.
       chunk: see `describe_targets`.
       trains_head: whether the head is trained, too. Static.
       deviations: units of the feature term's differences, per dimension; None: 1.
@@ -232,8 +230,6 @@ def trained_log_normaliser(
     """Log of every row's softmax denominator, under a trained head.
 
     Args:
-      head: LM head.
-      features: rows that it is multiplied by.
       chunk: see `describe_targets`.
       dtype: dtype of the product's operands. Gradients are summed in the arguments' dtype.
     """
@@ -244,7 +240,6 @@ def trained_log_normaliser(
     return _by_chunks(jax.checkpoint(of_chunk), chunk, features)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def log_normaliser(
     head: Float[Array, "V D"], features: Float[Array, "B T D"], chunk: int, dtype: Any
 ) -> Float[Array, "B T"]:
@@ -253,28 +248,14 @@ def log_normaliser(
     Its gradient is the head's mean row under the softmax. If needed, it is computed while the
     logits are in memory instead of computing them again. Arguments: see `trained_log_normaliser`.
     """
+    head = lax.stop_gradient(head)
 
-    def of_chunk(rows: Array) -> Array:
-        return jax.nn.logsumexp(_logits(rows.astype(dtype), head), axis=-1)
-
-    return _by_chunks(of_chunk, chunk, features)
-
-
-def _log_normaliser_forward(head: Array, features: Array, chunk: int, dtype: Any):
     def of_chunk(rows: Array) -> tuple[Array, Array]:
         logits = _logits(rows.astype(dtype), head)
         log_z = jax.nn.logsumexp(logits, axis=-1)
         return log_z, _mean_head(head, jnp.exp(logits - log_z[..., None]))
 
-    return _by_chunks(of_chunk, chunk, features)
-
-
-def _log_normaliser_backward(chunk: int, dtype: Any, expected_head: Array, grad_log_z: Array):
-    del chunk, dtype
-    return None, expected_head * grad_log_z[..., None]
-
-
-log_normaliser.defvjp(_log_normaliser_forward, _log_normaliser_backward)
+    return _with_gradient(partial(_by_chunks, of_chunk, chunk), features)
 
 
 def trained_log_acceptance(
@@ -296,7 +277,6 @@ def trained_log_acceptance(
     return _by_chunks(jax.checkpoint(of_chunk), chunk, features, *likely.rows)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def log_acceptance(
     head: Float[Array, "V D"],
     features: Float[Array, "B T D"],
@@ -309,12 +289,8 @@ def log_acceptance(
     With the tokens B that the draft finds less likely than the target, and s their share of alpha,
     the gradient is s times (mean head row under q over B - mean head row under q).
     """
-    return _log_acceptance_forward(head, features, likely, chunk, dtype)[0]
+    head, of_target = lax.stop_gradient((head, likely.rows))
 
-
-def _log_acceptance_forward(
-    head: Array, features: Array, likely: Likely, chunk: int, dtype: Any
-) -> tuple[Array, Array]:
     def of_chunk(rows: Array, *of_target: Array) -> tuple[Array, Array]:
         log_q = jax.nn.log_softmax(_logits(rows.astype(dtype), head))
         log_p = likely.log_p(*of_target)
@@ -324,15 +300,18 @@ def _log_acceptance_forward(
         towards = _mean_head(head, shares) - _mean_head(head, jnp.exp(log_q))
         return log_alpha, jnp.where(share > 0, share * towards, 0.0)
 
-    return _by_chunks(of_chunk, chunk, features, *likely.rows)
+    return _with_gradient(lambda rows: _by_chunks(of_chunk, chunk, rows, *of_target), features)
 
 
-def _log_acceptance_backward(chunk: int, dtype: Any, gradient: Array, grad_log_alpha: Array):
-    del chunk, dtype
-    return None, gradient * grad_log_alpha[..., None], None
+def _with_gradient(function: Callable[[Array], tuple[Array, Array]], features: Array) -> Array:
+    """Calls a function of rows that returns values [B T] and their gradients [B T D]."""
 
+    @jax.custom_gradient
+    def values(features: Array) -> tuple[Array, Callable[[Array], Array]]:
+        value, gradient = function(features)
+        return value, lambda grad_value: gradient * grad_value[..., None]
 
-log_acceptance.defvjp(_log_acceptance_forward, _log_acceptance_backward)
+    return values(features)
 
 
 def _feature_loss(predictions: Array, features: Array, deviations: Array | None) -> Array:

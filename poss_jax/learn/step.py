@@ -43,7 +43,6 @@ def draft_gradients(
       draft: parameters, specialists stacked.
       head: LM head of the target, in the compute dtype.
       task: configs; `task.draft.trained_depth` is R.
-      data: a batch.
 
     Returns:
       Gradients like `draft`, zero for frozen parameters; loss terms, each [R].
@@ -77,10 +76,8 @@ def _gradients(
         return prediction, add_gradients(gradients, depth.specialist, *grads), losses
 
     run = partial(unroll, task.draft, data.inputs)
-    versions, gradients = (
-        first_version(data.inputs.features, R),
-        jax.tree.map(jnp.zeros_like, draft),
-    )
+    versions = first_version(data.inputs.features, R)
+    gradients = jax.tree.map(jnp.zeros_like, draft)
     versions, gradients, before = run(versions, gradients, visit, range(first))
     _, gradients, losses = run(versions, gradients, train, range(first, R))
     if task.draft.kv == "shared":

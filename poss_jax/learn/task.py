@@ -62,12 +62,7 @@ class DraftTask(NamedTuple):
 
 
 def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: int) -> DraftConfig:
-    """Describes a draft that starts from scratch.
-
-    Args:
-      wanted: settings of the run.
-      target: config of its target.
-      num_tokens: number of tokens it can propose.
+    """Describes a draft that starts from scratch; `num_tokens` is how many it can propose.
 
     Raises:
       UserError: the target lacks layers that the draft reads.
@@ -129,7 +124,6 @@ def prepare_draft_data(
     Args:
       target: the frozen target, layers stacked, in the compute dtype; `draft` in it may hold the
         draft's own embedding.
-      task: configs.
       batch: rows of text; `ObjectiveConfig.trained_rows` says which rows are trained.
       noise_keys: a key per row for the uniform noise on input features; None: no noise.
       num_trained: see `DraftData`; None: the trained rows of this batch.

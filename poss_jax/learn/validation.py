@@ -72,9 +72,7 @@ class TargetSums(NamedTuple):
 def make_draft_validation(task: DraftTask, depth: int) -> Callable:
     """Returns `(draft, target, batch) -> (DraftSums, Predictions)`.
 
-    Args:
-      task: configs.
-      depth: R, number of draft positions to measure.
+    R is `depth`, the number of draft positions to measure.
     """
     roll_out = _roll_out_chains if family_of(task.draft).is_trained_in_chains else _roll_out
 
@@ -83,40 +81,17 @@ def make_draft_validation(task: DraftTask, depth: int) -> Callable:
         data = prepare_draft_data(target, task, batch, own_head=own_head(draft))
         ids, head = task.vocabulary_ids, gather_head(target["head"]["weight"])
         head, ids = (head, jnp.arange(len(head))) if ids is None else (head[ids], ids)
-        measured = roll_out(cast(draft, dtype), head, task, data, depth)
-        hits = (measured.tokens == data.targets.tokens[None]) & data.targets.is_known[None]
-        hits &= measured.is_predicted
+        sums, tokens, hits = roll_out(cast(draft, dtype), head, task, data, depth)
         accepted, num_chains = count_accepted(hits, data.loss_mask)
-        sums = DraftSums(
-            num_trained=measured.is_predicted.sum(axis=(1, 2), dtype=jnp.float32),
-            losses=measured.losses,
-            agreement=hits.sum(axis=(1, 2), dtype=jnp.float32),
-            cosine=measured.cosine,
-            distance=measured.distance,
-            num_chains=num_chains,
-            accepted=accepted,
-        )
-        return sums, Predictions(ids[measured.tokens], ids[data.targets.tokens], data.loss_mask)
+        sums = DraftSums(**sums, num_chains=num_chains, accepted=accepted)
+        return sums, Predictions(ids[tokens], ids[data.targets.tokens], data.loss_mask)
 
     return validate
 
 
-class Measured(NamedTuple):
-    """Sums of one depth, or of all, with the predictions at their rows.
-
-    Attributes:
-      losses: sums of the loss terms by name.
-      cosine: see `DraftSums`.
-      distance: see `DraftSums`.
-      tokens: most likely tokens, in the draft's numbering.
-      is_predicted: trained rows that have a prediction.
-    """
-
-    losses: dict[str, Any]
-    cosine: Any
-    distance: Any
-    tokens: Array  # [(R) B T] int32
-    is_predicted: Array  # [(R) B T] bool
+Measured = tuple[dict[str, Any], Array, Array]
+"""(sums of one depth, or of all; most likely tokens [(R) B T], in the draft's numbering; whether
+these are the target's [(R) B T])"""
 
 
 def _roll_out(draft: Params, head: Array, task: DraftTask, data: DraftData, depth: int) -> Measured:
@@ -126,12 +101,11 @@ def _roll_out(draft: Params, head: Array, task: DraftTask, data: DraftData, dept
         parts, block = take_specialist(draft, at.specialist), task.step.attention_block
         prediction = predict(*parts, task.draft, data.inputs, at, block=block)
         rows = family_of(task.draft).read(parts[0], task.draft, prediction)
-        measured = _measure_depth(rows, head, data, data.loss_mask, task)
-        cosine, distance = (
-            jnp.where(data.loss_mask, compare(rows, data.targets.features), 0.0).sum()
-            for compare in (_cosine, _distance)
-        )
-        return prediction, carry, measured._replace(cosine=cosine, distance=distance)
+        sums, *at_rows = _measure_depth(rows, head, data, data.loss_mask, task)
+        for name, compare in (("cosine", _cosine), ("distance", _distance)):
+            of_rows = compare(rows, data.targets.features)
+            sums[name] = jnp.where(data.loss_mask, of_rows, 0.0).sum()
+        return prediction, carry, (sums, *at_rows)
 
     versions = first_version(data.inputs.features, depth)
     _, _, measured = unroll(task.draft, data.inputs, versions, None, visit, range(depth))
@@ -146,9 +120,8 @@ def _roll_out_chains(
 
     def visit(index: Array, prediction: Array) -> Measured:
         rows = place_predictions(draft, task.draft, prediction, index)
-        is_predicted = has_prediction(data, index)
-        measured = _measure_depth(rows, head, data, is_predicted, task)
-        del measured.losses["feature"]
+        measured = _measure_depth(rows, head, data, has_prediction(data, index), task)
+        del measured[0]["losses"]["feature"]
         return measured
 
     block = task.step.attention_block
@@ -247,8 +220,18 @@ def _measure_depth(
         chunk=chunk,
         deviations=task.feature_deviations,
     )
-    sums = {name: mean * num_trained for name, mean in vars(means).items() if mean is not None}
-    return Measured(sums, None, None, most_likely_tokens(head, rows, chunk), is_predicted)
+    tokens = most_likely_tokens(head, rows, chunk)
+    hits = (tokens == data.targets.tokens) & data.targets.is_known & is_predicted
+    sums = {
+        "num_trained": count(is_predicted),
+        "losses": {
+            name: mean * num_trained for name, mean in vars(means).items() if mean is not None
+        },
+        "agreement": count(hits),
+        "cosine": None,
+        "distance": None,
+    }
+    return sums, tokens, hits
 
 
 def _cosine(a: Float[Array, "B T D"], b: Float[Array, "B T D"]) -> Float[Array, "B T"]:
