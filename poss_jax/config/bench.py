@@ -192,7 +192,6 @@ class DriftConfig(ComparisonConfig):
 
 def _shared(config: BenchConfig | DriftConfig) -> dict[str, Any]:
     """Settings that a benchmark and an analysis by depth share, without the output."""
-    names = {field.name for field in fields(BenchConfig)} & {
-        one.name for one in fields(DriftConfig)
-    }
+    kinds = (BenchConfig, DriftConfig)
+    names = set.intersection(*({field.name for field in fields(kind)} for kind in kinds))
     return {name: getattr(config, name) for name in names - {"output"}}

@@ -32,6 +32,11 @@ Drafting = Literal["coupled", "argmax", "sampled"]
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 
 
+def _omitted(default: Any) -> Any:
+    """A field that files omit at its default, as those of older versions do."""
+    return Field(default=default, exclude_if=lambda value: value == default)
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RopeConfig:
     """Rotary position embedding; `type` is the name Hugging Face configs use.
@@ -60,12 +65,12 @@ class RopeConfig:
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_max_position_embeddings: Count = 8192
-    short_factor: Divisors = Field(default=(), exclude_if=lambda divisors: not divisors)
-    long_factor: Divisors = Field(default=(), exclude_if=lambda divisors: not divisors)
-    attention_factor: Positive | None = Field(default=None, exclude_if=lambda given: given is None)
-    beta_fast: Positive = Field(default=32.0, exclude_if=lambda beta: beta == 32)
-    beta_slow: Positive = Field(default=1.0, exclude_if=lambda beta: beta == 1)
-    truncate: bool = Field(default=True, exclude_if=lambda is_so: is_so)
+    short_factor: Divisors = _omitted(())
+    long_factor: Divisors = _omitted(())
+    attention_factor: Positive | None = _omitted(None)
+    beta_fast: Positive = _omitted(32.0)
+    beta_slow: Positive = _omitted(1.0)
+    truncate: bool = _omitted(True)
 
     def __post_init__(self) -> None:
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -145,7 +150,7 @@ class LlamaConfig:
     o_bias: bool = False
     qk_norm: bool = False
     mlp_bias: bool = False
-    fused_projections: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
+    fused_projections: bool = _omitted(False)
     bos_token_id: TokenId | None = None
     eos_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=_MOST_STOP_IDS)] = ()
 
@@ -182,7 +187,7 @@ class DraftConfig:
       positions_per_specialist: how many draft positions each specialist serves; beyond the last
         span the last specialist continues.
       layers_per_specialist: how many layers each specialist has, 1 where none is given; see
-        `check_layers`.
+        `check_specialists`.
       widths_per_specialist: width of each specialist's MLP in multiples of the layer's, 1 where
         none is given; only the first may have more.
       trained_depth: number of draft positions the rollout was trained on.
@@ -217,22 +222,18 @@ class DraftConfig:
     )
     trained_depth: Depth = 1
     fc_bias: bool = False
-    family: str = Field(default="eagle", exclude_if=lambda family: family == "eagle")
+    family: str = _omitted("eagle")
     kv: Literal["per_specialist", "shared"] = Field(default="per_specialist", exclude=True)
-    aux_layers: tuple[CountOrZero, ...] = Field(default=(), exclude_if=lambda layers: not layers)
-    head_size: AtLeastTwo | None = Field(default=None, exclude_if=lambda size: size is None)
-    norm_before_residual: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
-    fc_norm: Literal["whole", "each"] | None = Field(
-        default=None, exclude_if=lambda norm: norm is None
-    )
-    output_norm: Literal["head", "fed_back"] | None = Field(
-        default="head", exclude_if=lambda norm: norm == "head"
-    )
-    target_size: Count | None = Field(default=None, exclude_if=lambda size: size is None)
-    has_embedding: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
-    mask_token: TokenId | None = Field(default=None, exclude_if=lambda token: token is None)
-    window: Count | None = Field(default=None, exclude_if=lambda rows: rows is None)
-    num_sinks: CountOrZero = Field(default=4, exclude_if=lambda rows: rows == 4)
+    aux_layers: tuple[CountOrZero, ...] = _omitted(())
+    head_size: AtLeastTwo | None = _omitted(None)
+    norm_before_residual: bool = _omitted(False)
+    fc_norm: Literal["whole", "each"] | None = _omitted(None)
+    output_norm: Literal["head", "fed_back"] | None = _omitted("head")
+    target_size: Count | None = _omitted(None)
+    has_embedding: bool = _omitted(False)
+    mask_token: TokenId | None = _omitted(None)
+    window: Count | None = _omitted(None)
+    num_sinks: CountOrZero = _omitted(4)
 
     def __post_init__(self) -> None:
         if self.target_size is not None and not self.has_embedding:
@@ -240,10 +241,14 @@ class DraftConfig:
         if self.has_embedding and self.family != "eagle3":
             raise ValueError("has_embedding: only drafts of the family eagle3 have one")
         if self.mask_token is not None:
-            check_mask(self.mask_token, self)
-        spans, may_loop = self.positions_per_specialist, self.family == "eagle3"
-        check_layers(self.layers_per_specialist, spans, may_loop=may_loop)
-        check_widths(self.widths_per_specialist, spans)
+            self._check_mask(self.mask_token)
+        check_specialists(self)
+
+    def _check_mask(self, token: int) -> None:
+        if self.family != "eagle3" or self.num_specialists > 1:
+            raise ValueError("mask_token: only an eagle3 draft of one specialist has one")
+        if token >= self.layer.vocab_size:
+            raise ValueError(f"mask_token: want one of {self.layer.vocab_size} tokens, got {token}")
 
     @property
     def feature_size(self) -> int:
@@ -317,51 +322,36 @@ class DraftConfig:
         return max(map(self.stream_at, range(depth))) + 1 + self.num_further
 
 
-def check_mask(token: int, draft: DraftConfig) -> None:
-    """Refuses a draft that cannot draft all positions in one pass.
-
-    Raises:
-      ValueError: another family, several specialists, or a token that is none.
-    """
-    if draft.family != "eagle3" or draft.num_specialists > 1:
-        raise ValueError("mask_token: only an eagle3 draft of one specialist drafts in one pass")
-    if token >= draft.layer.vocab_size:
-        raise ValueError(f"mask_token: want one of {draft.layer.vocab_size} tokens, got {token}")
-
-
-def check_layers(layers: tuple[int, ...], spans: tuple[int, ...], *, may_loop: bool) -> None:
-    """Refuses layers that specialists of these spans cannot have.
+def check_specialists(draft: Any) -> None:
+    """Refuses layers or widths that specialists of a draft's spans cannot have.
 
     Drafted rows pass specialists of one layer only, so that training can follow all of them; but a
     single specialist may loop all of its layers where chains are followed one by one (EAGLE-3).
 
+    Args:
+      draft: a `DraftConfig` or a `SpecialistsConfig`.
+
     Raises:
-      ValueError: a specialist with several layers is not the first, or also drafts after itself.
+      ValueError: a specialist that is not the first has several layers or is wider, or one of
+        several layers also drafts after itself.
     """
-    is_sound = may_loop if len(spans) == 1 else spans[0] == 1
+    spans, layers = draft.positions_per_specialist, draft.layers_per_specialist
+    widths, may_stack = draft.widths_per_specialist, spans[0] == 1
+    if len(spans) == 1:
+        may_stack = draft.family == "eagle3"
+    kind, got = "layers", layers
     if len(layers) > len(spans) or max(layers[1:], default=1) > 1:
         problem = "only the first specialist may have several layers"
-    elif layers[0] > 1 and not is_sound:
+    elif layers[0] > 1 and not may_stack:
         problem = "a specialist of several layers drafts one position, and another one the next"
+    elif len(widths) > len(spans) or max(widths[1:], default=1) > 1:
+        problem, kind, got = "only the first specialist may be wider", "widths", widths
     else:
         return
     raise ValueError(
-        f"layers_per_specialist: {problem}, got {list(layers)} for positions_per_specialist "
+        f"{kind}_per_specialist: {problem}, got {list(got)} for positions_per_specialist "
         f"{list(spans)}; want such as [3, 1, 1] for [1, 1, 1]"
     )
-
-
-def check_widths(widths: tuple[int, ...], spans: tuple[int, ...]) -> None:
-    """Refuses widths that specialists of these spans cannot have.
-
-    Raises:
-      ValueError: a specialist that is not the first is wider than the layer.
-    """
-    if len(widths) > len(spans) or max(widths[1:], default=1) > 1:
-        raise ValueError(
-            f"widths_per_specialist: only the first specialist may be wider, got {list(widths)} "
-            f"for positions_per_specialist {list(spans)}; want such as [4, 1, 1] for [1, 1, 1]"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -163,12 +163,9 @@ def uploaded(folder: AnyPath) -> Iterator[Path]:
 
 def copy_files(folder: AnyPath, to: epath.Path) -> None:
     """Copies all files below a folder to a URI, with the files that mark it complete last."""
-    for file in sorted(_list_files(folder), key=lambda file: _rank(file.name)):
+    ranks = {name: rank for rank, name in enumerate(_LAST)}
+    for file in sorted(_list_files(folder), key=lambda file: ranks.get(file.name, -1)):
         _copy_file(file, to / str(file.relative_to(folder)))
-
-
-def _rank(name: str) -> int:
-    return _LAST.index(name) if name in _LAST else -1
 
 
 def _list_files(folder: AnyPath) -> Iterator[AnyPath]:

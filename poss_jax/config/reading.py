@@ -202,7 +202,9 @@ def _read_override(override: str) -> dict[str, Any]:
             f"{where}: want a YAML value after the =, with text that looks otherwise in quotes; "
             f"{error}"
         ) from error
-    return _nest(keys, value)
+    for inner in reversed(keys):
+        value = {inner: value}
+    return value
 
 
 def _name_override(override: str) -> str:
@@ -216,10 +218,6 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         else:
             into[key] = value
     return into
-
-
-def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
-    return {keys[0]: _nest(keys[1:], value) if len(keys) > 1 else value}
 
 
 def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:

@@ -13,8 +13,7 @@ from poss_jax.config.models import (
     LlamaConfig,
     MeshConfig,
     Spans,
-    check_layers,
-    check_widths,
+    check_specialists,
 )
 from poss_jax.config.numbers import (
     Count,
@@ -168,10 +167,8 @@ class SpecialistsConfig:
     start: Literal["random", "pass_through"] = "random"
 
     def __post_init__(self) -> None:
-        spans, may_loop = self.positions_per_specialist, self.family == "eagle3"
-        check_layers(self.layers_per_specialist, spans, may_loop=may_loop)
-        check_widths(self.widths_per_specialist, spans)
-        num_specialists = len(spans)
+        check_specialists(self)
+        num_specialists = len(self.positions_per_specialist)
         if self.num_frozen >= num_specialists:
             raise ValueError(
                 f"num_frozen {self.num_frozen} leaves none of {num_specialists} to be trained"
@@ -287,11 +284,13 @@ class TrainConfig:
     profile: ProfileConfig | None = None
 
     def __post_init__(self) -> None:
-        needed = {"target": "model", "draft": "target"}[self.stage]
+        needed, *unused = {
+            "target": ("model", "target", "init_draft"),
+            "draft": ("target", "model", "init_target"),
+        }[self.stage]
         if getattr(self, needed) is None:
             raise ValueError(f"stage {self.stage} needs the key {needed!r}")
-        unused = {"target": ("target", "init_draft"), "draft": ("model", "init_target")}
-        for key in unused[self.stage]:
+        for key in unused:
             if getattr(self, key) is not None:
                 raise ValueError(f"stage {self.stage} has no use for the key {key!r}; leave it out")
         if self.stage == "target" and self.features.cache is not None:
@@ -301,37 +300,37 @@ class TrainConfig:
                 f"batch_size {self.batch_size} does not divide into step.accumulation_steps "
                 f"{self.step.accumulation_steps}"
             )
-        if self.specialists.num_frozen and self.init_draft is None:
-            raise ValueError("specialists.num_frozen wants init_draft: what stays must be trained")
-        spans = list(self.specialists.positions_per_specialist)
-        if self.stage == "draft" and self.specialists.depth <= sum(spans[:-1]):
-            raise ValueError(
-                f"specialists.depth {self.specialists.depth} does not reach the last specialist of "
-                f"positions_per_specialist {spans}; want {sum(spans[:-1]) + 1} or more"
-            )
-        if self.objective.zero_scores and self.specialists.layers_per_specialist[0] > 1:
-            raise ValueError(
-                "objective.zero_scores is for specialists of one layer; set it to false, or leave "
-                "out specialists.layers_per_specialist"
-            )
-        self._check_depth_weights()
         if (self.num_tokens is None) == (self.num_epochs is None):
             raise ValueError("want either num_tokens or num_epochs; set the other to null")
         if self.num_tokens is not None and self.num_steps >= 2**31:
             raise ValueError(f"num_tokens {self.num_tokens} are {self.num_steps} steps; lower it")
+        self._check_draft()
 
-    def _check_depth_weights(self) -> None:
-        draft, weights = self.specialists, list(self.objective.depth_weights)
+    def _check_draft(self) -> None:
+        """Checks settings of the draft against each other."""
+        draft, weights = self.specialists, self.objective.depth_weights
+        if draft.num_frozen and self.init_draft is None:
+            raise ValueError("specialists.num_frozen wants init_draft: what stays must be trained")
+        spans = list(draft.positions_per_specialist)
+        if self.stage == "draft" and draft.depth <= sum(spans[:-1]):
+            raise ValueError(
+                f"specialists.depth {draft.depth} does not reach the last specialist of "
+                f"positions_per_specialist {spans}; want {sum(spans[:-1]) + 1} or more"
+            )
+        if self.objective.zero_scores and draft.layers_per_specialist[0] > 1:
+            raise ValueError(
+                "objective.zero_scores is for specialists of one layer; set it to false, or leave "
+                "out specialists.layers_per_specialist"
+            )
         if len(weights) not in (0, draft.depth):
             raise ValueError(
                 f"objective.depth_weights wants specialists.depth = {draft.depth} numbers, got "
                 f"{len(weights)}"
             )
-        num_frozen = sum(draft.positions_per_specialist[: draft.num_frozen])
-        if weights and not any(weights[num_frozen:]):
+        if weights and not any(weights[sum(spans[: draft.num_frozen]) :]):
             raise ValueError(
                 "objective.depth_weights: want one above 0 at a depth that is trained, got "
-                f"{shorten(weights)}"
+                f"{shorten(list(weights))}"
             )
 
     def with_budget(self, num_rows: int) -> "TrainConfig":
