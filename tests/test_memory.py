@@ -16,10 +16,11 @@ from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.task import DraftTask
-from poss_jax.model.sharding import bytes_per_device
+from poss_jax.model.sharding import bytes_per_device, make_mesh
+from poss_jax.program.ahead import tpu_slice
 from train.devices import make_on
 from train.main import main
-from train.memory import check_memory, compile_memory, mesh_for, plan_draft_step
+from train.memory import check_memory, compile_memory, plan_draft_step
 
 LLAMA = tiny_llama(vocab_size=64)
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3)
@@ -32,7 +33,8 @@ def run(**mesh: int) -> TrainConfig:
 
 def plan(config: TrainConfig, devices: str = "here"):
     task = DraftTask(LLAMA, DRAFT, config.objective, config.step)
-    return plan_draft_step(task, config, jnp.float32, mesh_for(config, devices))
+    there = None if devices == "here" else tpu_slice(devices)
+    return plan_draft_step(task, config, jnp.float32, make_mesh(config.mesh, there))
 
 
 def test_what_is_kept_is_counted_as_it_lies():
@@ -40,7 +42,7 @@ def test_what_is_kept_is_counted_as_it_lies():
     planned = plan(config)
     optimizer = make_optimizer(config.optimizer, 1)
     state = make_on(
-        mesh_for(config, "here"), lambda: init_state(stacked(random_draft(DRAFT)), optimizer)
+        make_mesh(config.mesh), lambda: init_state(stacked(random_draft(DRAFT)), optimizer)
     )
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, planned.state)
     held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))

@@ -132,7 +132,7 @@ def test_features_are_normalised_by_their_deviations(
     encoded = jax.jit(encode, static_argnums=1)(target, record.llama, stage.rows.tokens[:64])
     encoded = encoded.astype(jnp.bfloat16)  # as a cache keeps them
     wanted = np.asarray(encoded, np.float64).reshape(-1, 32).std(axis=0)
-    np.testing.assert_allclose(stage.measure_deviations(), wanted, rtol=1e-4)
+    np.testing.assert_allclose(stage._measured_task.deviations, wanted, rtol=1e-4)
 
 
 def test_a_start_that_passes_features_through(runs: Runs, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_run_does_not_go_on_with_another_target(runs: Runs, tmp_path: Path) ->
     shutil.rmtree(tmp_path / "run" / "model")
     assert "target: its file has changed since this run began" in refusal(main, "--config", config)
     (tmp_path / "run" / "made_with.json").write_text("[")
-    assert "made_with.json: want a JSON object, got a damaged" in refusal(main, "--config", config)
+    assert "made_with.json: not valid JSON" in refusal(main, "--config", config)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics_before
 
 

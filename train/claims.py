@@ -70,7 +70,6 @@ def hold_together(
     """Keeps other runs out of the folder of this one; its first process holds the lock.
 
     Args:
-      config: the run.
       lock: keeps the name; `hold_folder` keeps a folder that exists, also where it is moved.
 
     Raises:
@@ -100,12 +99,8 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[An
     """Yields the folder for what a run prepares before its first step.
 
     For a run that continues, this is its own folder. For a new one it is a temporary sibling that
-    replaces the folder (and an earlier run in it) when the block succeeds: a run that cannot start
-    leaves nothing behind and destroys nothing.
-
-    Args:
-      config: the run.
-      overwrite: start from scratch if the folder holds a run.
+    replaces the folder (with `overwrite` also an earlier run in it) when the block succeeds: a run
+    that cannot start leaves nothing behind and destroys nothing.
 
     Raises:
       UserError: the folder holds something else or a run with another config, or cannot be made.
@@ -167,7 +162,9 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
     for file in inputs if overwrite else ():
         if file is not None and real_path(file).is_relative_to(real_path(path)):
             raise UserError(f"output {path} holds {file}, which --overwrite would remove; move it")
-    if not path.exists() or (path.is_dir() and not _names_in(path)):
+    if not path.exists() or (
+        path.is_dir() and not any(one.name != ".lock" for one in path.iterdir())
+    ):
         return False
     saved = saved_config(path)
     if saved is None:
@@ -184,11 +181,6 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
             "name another folder, or start from scratch with --overwrite"
         )
     return not overwrite
-
-
-def _names_in(path: AnyPath) -> list[str]:
-    """Files of a folder, without the lock of this process."""
-    return [entry.name for entry in path.iterdir() if entry.name != ".lock"]
 
 
 def _write_config(path: AnyPath, config: TrainConfig) -> None:

@@ -116,8 +116,6 @@ def compile_on(
     """Jits a function for the mesh.
 
     Args:
-      mesh: devices of all its arguments.
-      function: arrays in, arrays out.
       out: sharding of the results, a prefix of their tree; None: replicated.
       donate: arguments whose memory becomes the result's.
     """
@@ -164,9 +162,8 @@ def write_together(
     items = _whole_items(record.config, params, mesh)
     if is_first_process():
         write_model(folder, record, items, tokenizer_from=tokenizer_from)
-    else:
-        for _ in items:  # all processes join in gathering each item
-            pass
+    for _ in items:  # all processes join in gathering each item
+        pass
     meet("model written")
 
 

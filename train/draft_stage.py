@@ -17,7 +17,7 @@ from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
 from poss_jax.checkpoint.folder import load_draft, load_target, read_draft
 from poss_jax.checkpoint.record import ModelRecord, new_record, read_record
 from poss_jax.checkpoint.whole import write_file
-from poss_jax.config.json_reading import JsonError, parse_json
+from poss_jax.config.json_reading import read_json
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
@@ -69,7 +69,17 @@ _LOG = logging.getLogger(__name__)
 
 
 class DraftStage:
-    """Trains the specialists of a frozen target."""
+    """Trains the specialists of a frozen target; `TargetStage` has the same methods.
+
+    Attributes:
+      config: shape of the model that is trained.
+      mesh: the devices it is trained on.
+      rows: rows to train on.
+      validation_rows: held-out rows.
+      report: what both were made from.
+      tokenizer: tokenizer of both.
+      lookahead: how many tokens after its own a row predicts first.
+    """
 
     lookahead = 2  # a draft reads a row's feature and the token after it
 
@@ -140,12 +150,7 @@ class DraftStage:
         if self._run.init_draft is not None:
             now["init_draft"] = read_record(self._run.init_draft).fingerprint
         path = folder / "made_with.json"
-        try:
-            before = parse_json(path.read_bytes()) if path.is_file() else now
-            if not isinstance(before, dict):
-                raise JsonError(f"a {type(before).__name__}")
-        except JsonError as error:
-            raise UserError(f"{path}: want a JSON object, got a damaged file; remove it") from error
+        before = read_json(path) if path.is_file() else now
         if changed := [name for name, value in now.items() if before.get(name, value) != value]:
             raise UserError(
                 f"{changed[0]}: its file has changed since this run began; put it back, or "
@@ -156,24 +161,22 @@ class DraftStage:
 
     def _check_init_draft(self, record: ModelRecord) -> None:
         """Refuses settings that contradict the draft to start from."""
-        wanted, draft = self._run.specialists, record.draft
-        if len(wanted.positions_per_specialist) < draft.num_specialists:
-            raise UserError(
-                f"specialists.positions_per_specialist: want {draft.num_specialists} or more, "
-                f"which init_draft {self._run.init_draft} has, got "
-                f"{len(wanted.positions_per_specialist)}"
-            )
-        for name in ("layers_per_specialist", "widths_per_specialist"):
-            has, got = (getattr(one, name)[0] for one in (draft, wanted))
+        wanted, draft, folder = self._run.specialists, record.draft, self._run.init_draft
+        for name, has, got in (
+            ("positions", draft.num_specialists, len(wanted.positions_per_specialist)),
+            ("layers", draft.layers_per_specialist[0], wanted.layers_per_specialist[0]),
+            ("widths", draft.widths_per_specialist[0], wanted.widths_per_specialist[0]),
+        ):
             if got < has:
+                where = "" if name == "positions" else " in the first specialist"
                 raise UserError(
-                    f"specialists.{name}: want {has} or more in the first specialist, which "
-                    f"init_draft {self._run.init_draft} has, got {got}"
+                    f"specialists.{name}_per_specialist: want {has} or more{where}, which "
+                    f"init_draft {folder} has, got {got}"
                 )
         if wanted.num_frozen > draft.num_specialists:
             raise UserError(
                 f"specialists.num_frozen: want at most {draft.num_specialists}, which init_draft "
-                f"{self._run.init_draft} has trained, got {wanted.num_frozen}"
+                f"{folder} has trained, got {wanted.num_frozen}"
             )
         decided = {"family": draft.family, "aux_layers": draft.aux_layers}
         given = {"family": wanted.family, "aux_layers": wanted.aux_layers}
@@ -185,8 +188,8 @@ class DraftStage:
         for name, value in given.items():
             if value is not None and value != decided[name]:
                 raise UserError(
-                    f"specialists.{name}: init_draft {self._run.init_draft} has another; leave "
-                    "the setting out, or start from scratch"
+                    f"specialists.{name}: init_draft {folder} has another; leave the setting out, "
+                    "or start from scratch"
                 )
 
     def _open_rows(self, folder: AnyPath) -> None:
@@ -206,7 +209,7 @@ class DraftStage:
         return {"target": self._record, "allow_target_mismatch": allowed}
 
     def load_weights(self) -> None:
-        """See `Stage`."""
+        """Reads the weights needed from the first step on, once the step is known to fit."""
         assert self._run.target is not None
         target, dtype, place = self._run.target, self._dtype, place_weights(self.mesh)
         _, self._target = load_target(target, dtype, with_layers=False, sharding=place)
@@ -228,19 +231,17 @@ class DraftStage:
         return extend_specialists(draft, len(wanted.positions_per_specialist))
 
     def write_features(self) -> None:
-        """See `Stage`."""
+        """Writes features to disk, so that steps need not compute them."""
         if isinstance(self._features, FeatureCache) and "layers" in self._target:
-            aux_layers = self.config.aux_layers
-            encode_batch = make_encode(
-                self._target, self._run, self._record, self.mesh, aux_layers=aux_layers
-            )
+            layers = self.config.aux_layers
+            encode_batch = make_encode(self._target, self._run, self._record, self.mesh, layers)
             parts = self.rows, self.validation_rows
             num_rows = self._run.batch_size // self._run.step.accumulation_steps
             fill_cache(self._features, parts, encode_batch, num_rows, self.mesh)
             del self._target["layers"]
 
     def plan_step(self) -> PlannedStep:
-        """See `Stage`."""
+        """The step, from shapes alone."""
         return plan_draft_step(
             self._task,
             self._run,
@@ -250,7 +251,10 @@ class DraftStage:
         )
 
     def init_params(self) -> Params:
-        """See `Stage`; a draft's own head starts as the target's rows for its tokens."""
+        """Initial parameters on the mesh, specialists stacked.
+
+        A draft's own head starts as the target's rows for its tokens.
+        """
         passes = self._run.specialists.start == "pass_through"
         pass_through = family_of(self.config).pass_through if passes else None
         is_tied = self.config.kv == "shared" and family_of(self.config).may_share_kv
@@ -276,7 +280,7 @@ class DraftStage:
         return make_on(self.mesh, extend, self._key, draft)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
-        """See `Stage`."""
+        """Returns the step for states like this: (state, batch) -> (state, metrics)."""
         step = make_step_on(self.mesh, make_draft_step(self._measured_task, optimizer), state)
 
         def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
@@ -289,21 +293,18 @@ class DraftStage:
         """The task, with the deviations of the target's features if the loss uses them."""
         if not self._run.objective.normalised_features:
             return self._task
-        return self._task._replace(deviations=self.measure_deviations())
+        found = measure_deviations(self._target, self._run, self._record, self.rows, self.mesh)
+        return self._task._replace(deviations=found)
 
     @functools.cached_property
     def _validation(self) -> Callable:
         validation = make_draft_validation(self._measured_task, self._validation_depth)
         return compile_on(self.mesh, validation)
 
-    def measure_deviations(self) -> tuple[float, ...]:
-        """Measures how far each dimension of the target's features varies."""
-        return measure_deviations(self._target, self._run, self._record, self.rows, self.mesh)
-
     def validate(
         self, params: Params, batches: Iterable[TrainBatch]
     ) -> tuple[dict[str, Any], Predictions]:
-        """See `Stage`."""
+        """Measures the parameters on held-out batches, and returns predictions for the first."""
         results = [self._validation(params, self._target, batch) for batch in batches]
         total, shown = add_up(results)
         if not total.num_chains:
@@ -315,11 +316,11 @@ class DraftStage:
         return draft_metrics(total), shown
 
     def score(self, results: dict[str, Any]) -> float:
-        """See `Stage`."""
+        """Scores a validation; the best state has the highest score."""
         return results["simulated_acceptance_length"]
 
     def save_model(self, params: Params, folder: AnyPath) -> None:
-        """See `Stage`."""
+        """Writes a model folder."""
         assert self._run.target is not None
         tokenizer_from = as_path(self._run.target)
         record = new_record(
@@ -335,14 +336,11 @@ class DraftStage:
 def _check_depths(config: TrainConfig) -> int:
     """Returns the depth of validations; refuses depths too large for the rows."""
     trained, length = config.specialists.depth, config.data.sequence_length
-    depths = {
-        "specialists.depth": trained,
-        "validation_depth": config.validation_depth or trained,
-    }
-    for name, depth in depths.items():
+    validated = config.validation_depth or trained
+    for name, depth in (("specialists.depth", trained), ("validation_depth", validated)):
         if depth >= length:
             raise UserError(
                 f"{name} {depth} does not fit rows of {length} tokens; lower it or raise "
                 "data.sequence_length"
             )
-    return depths["validation_depth"]
+    return validated

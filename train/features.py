@@ -43,9 +43,9 @@ def find_features(
     dtype: Any,
     draft: DraftConfig,
 ) -> FeatureSource | None:
-    """Finds the features of a run's rows; None: they are computed in every step.
+    """Finds the features of a run's rows, with the data or in a cache; None: there are none.
 
-    They come with the data, or from a cache that may still be incomplete.
+    A cache may still be incomplete.
 
     Raises:
       UserError: a cache has other features, or its disk has no room for the missing ones.
@@ -100,7 +100,6 @@ def make_encode(
     config: TrainConfig,
     record: ModelRecord,
     mesh: Mesh,
-    *,
     aux_layers: tuple[int, ...] = (),
 ) -> EncodeFunction:
     """Returns a function that computes a batch's features in bfloat16, replicated."""
@@ -130,11 +129,9 @@ def fill_cache(
     """Writes a cache's missing shards; all processes compute, the first one writes.
 
     Args:
-      cache: feature cache of the rows.
       parts: training rows and held-out rows.
       encode_batch: see `make_encode`.
       batch_size: rows encoded at a time.
-      mesh: the devices.
 
     Raises:
       UserError: the shards cannot be written, or this process does not see them.
@@ -149,7 +146,11 @@ def fill_cache(
         for shard in range(cache.num_shards):
             chosen = cache.rows_of(shard)
             if not ask_first(lambda n=shard: cache.has(n)):
-                _write(cache, shard, _encode_rows(rows, chosen, encode_batch, batch_size, mesh))
+                features = _encode_rows(rows, chosen, encode_batch, batch_size, mesh)
+                if is_first_process():
+                    cache.write(shard, features)
+                for _ in features:  # all processes compute each batch
+                    pass
             progress.update(len(chosen))
         meet("features written")
 
@@ -161,10 +162,7 @@ def measure_deviations(
 
     Args:
       target: its layers are used if the rows bring no features.
-      config: the run.
-      record: record of the target.
       rows: the rows to train on; padding does not count.
-      mesh: the devices.
     """
     encode_batch = make_encode(target, config, record, mesh) if "layers" in target else None
 
@@ -188,14 +186,6 @@ def measure_deviations(
 def _join(parts: Sequence[Rows]) -> Rows:
     names = [field.name for field in fields(Rows)]
     return Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-
-def _write(cache: FeatureCache, shard: int, features: Iterator[np.ndarray]) -> None:
-    if is_first_process():
-        cache.write(shard, features)
-    else:
-        for _ in features:  # all processes compute each batch
-            pass
 
 
 def _encode_rows(

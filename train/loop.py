@@ -1,18 +1,12 @@
-"""The training loop: steps, validations and checkpoints, every one a function of its step.
+"""The training loop: steps, validations and checkpoints, every one a function of its step."""
 
-A `Stage` is what it trains, a target or a draft, with its rows, parameters, step and model.
-"""
-
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
-import optax
-from jax.sharding import Mesh
 
-from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ProfileConfig, TrainConfig
@@ -21,79 +15,20 @@ from poss_jax.learn.state import TrainState
 from poss_jax.learn.validation import Predictions
 from poss_jax.model.documents import TrainBatch
 from poss_jax.program.tables import format_rows
-from poss_jax.shapes import Array, Params
 
 from .devices import preemption_notice, put_batch
-from .memory import PlannedStep
+from .draft_stage import DraftStage
 from .preparation import num_validation_rows
 from .run_folder import RunFolder
 from .run_log import Diverged, RunLog
+from .target_stage import TargetStage
 
+Stage = DraftStage | TargetStage
 StepFunction = Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
 
 # For samples: tokens shown before a place, and places per text.
 _TOKENS_BEFORE = 16
 _PLACES = 4
-
-
-class Stage(Protocol):
-    """Interface between the training loop and a stage.
-
-    Attributes:
-      config: shape of the model that is trained.
-      mesh: the devices it is trained on.
-      rows: rows to train on.
-      validation_rows: held-out rows.
-      report: what both were made from.
-      tokenizer: tokenizer of both.
-      lookahead: how many tokens after its own a row predicts first.
-    """
-
-    lookahead: int
-    mesh: Mesh
-    rows: Rows
-    validation_rows: Rows
-    report: dict[str, Any]
-    tokenizer: Any
-
-    @property
-    def config(self) -> LlamaConfig | DraftConfig: ...
-
-    def load_weights(self) -> None:
-        """Reads the weights needed from the first step on, once the step is known to fit."""
-        ...
-
-    def write_features(self) -> None:
-        """Writes features to disk, so that steps need not compute them."""
-        ...
-
-    def plan_step(self) -> PlannedStep:
-        """The step, from shapes alone."""
-        ...
-
-    def init_params(self) -> Params:
-        """Initial parameters on the mesh, layers or specialists stacked."""
-        ...
-
-    def make_step(
-        self, optimizer: optax.GradientTransformation, state: TrainState
-    ) -> Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Array]]]:
-        """Returns the step for states like this: (state, batch) -> (state, metrics)."""
-        ...
-
-    def validate(
-        self, params: Params, batches: Iterable[TrainBatch]
-    ) -> tuple[dict[str, Any], Predictions]:
-        """Measures the parameters on held-out batches, and returns predictions for the first."""
-        ...
-
-    def score(self, results: dict[str, Any]) -> float:
-        """Scores a validation; the best state has the highest score."""
-        ...
-
-    def save_model(self, params: Params, folder: AnyPath) -> None:
-        """Writes a model folder."""
-        ...
 
 
 def run_steps(
@@ -169,10 +104,8 @@ def _describe_divergence(
     texts = [stage.tokenizer.decode(tokens) for tokens in stage.rows.tokens[rows]]
     named = [f"# row {row}\n\n{text}\n" for row, text in zip(rows, texts, strict=True)]
     place = folder.write_sample(f"diverged-{error.step}.md", "\n".join(named))
-    listed = ", ".join(map(str, np.sort(rows)))
-    kept = f"the checkpoint of step {folder.latest_step} is kept"
-    if not folder.latest_step:
-        kept = "nothing is saved yet"
+    latest, listed = folder.latest_step, ", ".join(map(str, np.sort(rows)))
+    kept = f"the checkpoint of step {latest} is kept" if latest else "nothing is saved yet"
     return (
         f"step {error.step} diverged: {error}; {kept}, its batch is rows {listed} of the training "
         f"data (text: {place}); raise explosion_factor and run again if such a loss is "
@@ -186,18 +119,17 @@ class Profiler:
 
     def __init__(self, config: ProfileConfig | None, folder: AnyPath) -> None:
         self._folder, self._is_on = folder, False
-        self._first = config.start if config else 0
-        self._last = config.start + config.steps - 1 if config else 0
+        self._steps = range(config.start, config.start + config.steps) if config else range(0)
 
     def before(self, step: int) -> None:
         """Starts recording at the window's first step."""
-        if step == self._first:
+        if step in self._steps[:1]:
             jax.profiler.start_trace(self._folder)
             self._is_on = True
 
     def after(self, step: int, arrays: Any) -> None:
         """Stops recording after the window's last step, once its arrays are computed."""
-        if step == self._last and self._is_on:
+        if self._is_on and step in self._steps[-1:]:
             jax.block_until_ready(arrays)
             self.close()
 
@@ -213,12 +145,7 @@ class Profiler:
 
 
 def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
-    """Formats the predictions at a few places of the first validation rows.
-
-    Args:
-      stage: whose validation it was.
-      shown: predictions for its first rows.
-      num_samples: most rows to show.
+    """Formats the predictions at a few places of the first `num_samples` validation rows.
 
     Returns:
       Markdown: a table per row, with a line per place and a column per depth.
@@ -233,10 +160,8 @@ def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
             cells = [_quoted(stage.tokenizer, before)]
             for d, row in enumerate(range(place, place + depth)):
                 wanted, got = shown.wanted[index, row], shown.tokens[d, index, row]
-                cell = _quoted(stage.tokenizer, [wanted])
-                cells.append(
-                    cell if got == wanted else f"~~{_quoted(stage.tokenizer, [got])}~~ {cell}"
-                )
+                wrong = "" if got == wanted else f"~~{_quoted(stage.tokenizer, [got])}~~ "
+                cells.append(wrong + _quoted(stage.tokenizer, [wanted]))
             table.append(cells)
         lines += ["", f"## Row {index}", "", *format_rows(head, table)]
     return "\n".join(lines) + "\n"

@@ -23,10 +23,10 @@ from poss_jax.learn.task import DraftTask
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import shapes_on
-from poss_jax.model.sharding import bytes_per_device, make_mesh, place_batch, replicate
+from poss_jax.model.sharding import bytes_per_device, place_batch, replicate
 from poss_jax.model.specialists import split_embedding
 from poss_jax.model.target import init_target, stack_layers, without_tied_head
-from poss_jax.program.ahead import planned_memory, tpu_slice
+from poss_jax.program.ahead import planned_memory
 
 from .devices import OnMesh, make_step_on
 
@@ -46,6 +46,12 @@ class PlannedStep(NamedTuple):
     others: tuple[Any, ...]
     hidden: int
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Arrays that stay on the devices between steps, by name."""
+        kept = {"parameters": self.state.params, "optimizer": self.state.opt_state}
+        return kept | ({"target": self.others[0]} if len(self.others) > 1 else {})
+
 
 def plan_draft_step(
     task: DraftTask, config: TrainConfig, dtype: Any, mesh: Mesh, *, has_features: bool = False
@@ -53,10 +59,7 @@ def plan_draft_step(
     """Plans the step that trains a draft, on a mesh whose devices need not exist.
 
     Args:
-      task: the draft and its target.
-      config: the run.
       dtype: dtype of computation.
-      mesh: the devices.
       has_features: whether batches bring the target's features, so its layers are not needed.
     """
 
@@ -81,8 +84,7 @@ def plan_draft_step(
     key = jax.eval_shape(lambda: jax.random.key(0))
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicate(mesh))
     step = make_step_on(mesh, make_draft_step(task, optimizer), state)
-    rows = _rows_per_device(config, mesh)
-    hidden = rows * task.target.hidden_size * jnp.dtype(dtype).itemsize
+    hidden = _hidden_bytes(task.target, config, dtype, mesh)
     return PlannedStep(step, state, (target, batch, key), hidden)
 
 
@@ -97,24 +99,18 @@ def plan_target_step(
 
     optimizer = make_optimizer(config.optimizer, 1)
     state = shapes_on(mesh, lambda: init_state(init(), optimizer))
-    step = make_target_step(llama, optimizer, config.step, dtype)
-    batch = _abstract_batch(config, mesh)
-    step = make_step_on(mesh, step, state)
-    hidden = _rows_per_device(config, mesh) * llama.hidden_size * jnp.dtype(dtype).itemsize
-    return PlannedStep(step, state, (batch,), hidden)
+    step = make_step_on(mesh, make_target_step(llama, optimizer, config.step, dtype), state)
+    hidden = _hidden_bytes(llama, config, dtype, mesh)
+    return PlannedStep(step, state, (_abstract_batch(config, mesh),), hidden)
 
 
 def describe_devices(planned: PlannedStep, compile_for: str | None) -> dict[str, Any]:
-    """Prints which axes shard every array, and the memory of a step per device.
+    """Prints which axes shard every array and the memory of a step; returns bytes per device.
 
-    Args:
-      planned: the step.
-      compile_for: also compile, which takes a minute or more for a large model.
-
-    Returns:
-      Bytes per device.
+    With `compile_for` it also compiles, which takes a minute or more for a large model.
     """
-    numbers: dict[str, Any] = _count_memory(planned)
+    numbers: dict[str, Any] = {name: bytes_per_device(tree) for name, tree in planned.kept.items()}
+    numbers["total_kept"] = sum(numbers.values())
     lines = [*_describe_placement(planned), _describe_numbers("memory", numbers)]
     if compile_for is not None:
         compiled = compile_memory(planned)
@@ -141,31 +137,15 @@ def check_memory(planned: PlannedStep) -> None:
         )
 
 
-def _count_memory(planned: PlannedStep) -> dict[str, int]:
-    """Counts the bytes per device of a step's persistent arrays."""
-    state, *others = planned.state, *planned.others
-    optimizer = bytes_per_device(state.opt_state)
-    numbers = {"parameters": bytes_per_device(state.params), "optimizer": optimizer}
-    if len(others) > 1:
-        numbers["target"] = bytes_per_device(others[0])
-    return numbers | {"total_kept": sum(numbers.values())}
-
-
 def compile_memory(planned: PlannedStep) -> dict[str, int]:
     """Bytes per device as the compiler plans them; takes a minute or more for a large model."""
     return planned_memory(planned.step.lower(planned.state, *planned.others).compile())
 
 
 def _describe_placement(planned: PlannedStep) -> list[str]:
-    """Describes which axes shard every array, and what a device then holds.
-
-    Returns:
-      Lines for people.
-    """
+    """Describes which axes shard every array, and what a device then holds."""
     lines = [f"placed    {'array':42} {'shape':18} {'cut by':20} on each device"]
-    trees = {"parameters": planned.state.params}
-    if len(planned.others) > 1:
-        trees["target"] = planned.others[0]
+    trees = {name: tree for name, tree in planned.kept.items() if name != "optimizer"}
     for path, leaf in jax.tree.leaves_with_path(trees):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         cut = " ".join(_cut_by(axes) for axes in leaf.sharding.spec)
@@ -191,24 +171,14 @@ def _cut_by(axes: Any) -> str:
     return axes if isinstance(axes, str) else "+".join(axes or "-")
 
 
-def mesh_for(config: TrainConfig, name: str) -> Mesh:
-    """The run's mesh on this machine (`here`), or on a TPU slice such as `v5p:2x2x1`.
-
-    Raises:
-      UserError: no such slice, no compiler for it, or the mesh does not fit.
-    """
-    if name == "here":
-        return make_mesh(config.mesh)
-    return make_mesh(config.mesh, tpu_slice(name))
-
-
 def _abstract_batch(config: TrainConfig, mesh: Mesh) -> TrainBatch:
     shape, where = (config.batch_size, config.data.sequence_length), place_batch(mesh)
     of = partial(jax.ShapeDtypeStruct, shape, sharding=where)
     return TrainBatch(tokens=of(jnp.int32), loss_mask=of(bool), documents=of(jnp.int32))
 
 
-def _rows_per_device(config: TrainConfig, mesh: Mesh) -> int:
-    """Positions of text that a device processes at a time."""
+def _hidden_bytes(llama: LlamaConfig, config: TrainConfig, dtype: Any, mesh: Mesh) -> int:
+    """Size of one layer's output on a device."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"] * config.step.accumulation_steps
-    return config.batch_size * config.data.sequence_length // parts
+    rows = config.batch_size * config.data.sequence_length // parts
+    return rows * llama.hidden_size * jnp.dtype(dtype).itemsize

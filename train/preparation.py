@@ -56,9 +56,6 @@ def prepare_rows(
 
     Args:
       folder: folder of the run, keeps the rows.
-      config: the run.
-      tokenizer: cuts texts into tokens.
-      llama: config of the target.
       load: reads the documents if the rows are not made yet.
 
     Raises:
@@ -99,14 +96,7 @@ def num_validation_rows(config: TrainConfig, available: int) -> int:
 
 
 def describe_data(report: dict[str, Any]) -> list[str]:
-    """Describes how a data set was used.
-
-    Args:
-      report: report of `Prepared`.
-
-    Returns:
-      Lines for people.
-    """
+    """Describes how a data set was used, by the report of `Prepared`, in lines for people."""
     dropped = sum(report["dropped"].values())
     lines = [
         f"data      {report['source']}: {report['records']:,} records of {report['kind']}, "
@@ -119,9 +109,7 @@ def describe_data(report: dict[str, Any]) -> list[str]:
     if report["template"]:
         lines.append(f"template  {report['template']}")
     if not report["ends_turns"]:
-        lines.append(
-            "          no special token ends its answers: the model cannot learn where to stop"
-        )
+        lines.append(" " * 10 + "no special token ends its answers: the model cannot learn to stop")
     if "features" in report:
         lines.append(f"features  {report['features']}")
     for name, key in (("training", "train"), ("held out", "validation")):

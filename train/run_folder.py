@@ -118,11 +118,9 @@ class RunFolder:
     def save(
         self, step: int, state: TrainState, *, score: float | None, loss_level: float | None
     ) -> None:
-        """Saves the state in the background.
+        """Saves the state in the background; it may be donated once this returns.
 
         Args:
-          step: step of the state.
-          state: may be donated once this returns.
           score: score of its validation; None if there was none.
           loss_level: running mean of the loss.
 

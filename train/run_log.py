@@ -5,9 +5,7 @@ import importlib.util
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -90,12 +88,7 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.close()
         for logger in self._loggers:
             logger.close()
@@ -173,21 +166,6 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-
-
-class Logger(Protocol):
-    """Receives the numbers of each step."""
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Logs the numbers of a step; after a resume a step may repeat."""
-        ...
-
-    def close(self) -> None:
-        """Flushes what is buffered."""
-        ...
-
-
 class _TensorBoard:
     def __init__(self, config: TrainConfig, folder: AnyPath, first_step: int) -> None:
         del config
@@ -228,38 +206,32 @@ class _Wandb:
         self._run.finish()
 
 
-_KINDS = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+Logger = _TensorBoard | _Wandb
+_KINDS: dict[str, tuple[type[Logger], str]] = {
+    "tensorboard": (_TensorBoard, "tensorboardX"),
+    "wandb": (_Wandb, "wandb"),
+}
 
 
 def check_loggers(config: TrainConfig) -> None:
     """Raises UserError if a package that the run needs is missing."""
     for name in config.loggers:
-        if importlib.util.find_spec(_PACKAGES[name]) is None:
+        _, package = _KINDS[name]
+        if importlib.util.find_spec(package) is None:
             raise UserError(
-                f"loggers: {name} needs the package {_PACKAGES[name]}, which is not installed; "
+                f"loggers: {name} needs the package {package}, which is not installed; "
                 f"pip install 'poss-jax[{name}]', or take {name} out of loggers"
             )
 
 
 def open_loggers(config: TrainConfig, folder: AnyPath, first_step: int) -> list[Logger]:
-    """Opens every logger the run asks for.
-
-    Args:
-      config: the run.
-      folder: folder of the run.
-      first_step: the last completed step.
-    """
-    return [_KINDS[name](config, folder, first_step) for name in config.loggers]
+    """Opens every logger of the run; `first_step` is the last completed step."""
+    return [_KINDS[name][0](config, folder, first_step) for name in config.loggers]
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
     """Splits lists: agreement [0.7, 0.6] gives agreement/depth_0 and agreement/depth_1."""
-    return dict(_scalars(metrics))
-
-
-def _scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in metrics.items():
-        if isinstance(value, list):
-            yield from ((f"{name}/depth_{depth}", item) for depth, item in enumerate(value))
-        else:
-            yield name, value
+    numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+    for name in metrics.keys() - numbers.keys():
+        numbers |= {f"{name}/depth_{depth}": one for depth, one in enumerate(metrics[name])}
+    return numbers

@@ -34,14 +34,15 @@ _TOKENIZER = "tokenizer"  # subfolder of a target's run
 
 
 class TargetStage:
-    """Pre-trains a language model, with a tokenizer trained on the same text, or continues one."""
+    """Pre-trains a language model, with a tokenizer trained on the same text, or continues one.
+
+    Attributes and methods: see `DraftStage`.
+    """
 
     lookahead = 1
 
-    def __init__(
-        self, config: TrainConfig, folder: AnyPath, mesh: Mesh, *, is_shared: bool = True
-    ) -> None:
-        """Reads text and tokenizer; `is_shared`: all processes have the same folder."""
+    def __init__(self, config: TrainConfig, folder: AnyPath, mesh: Mesh) -> None:
+        """Reads text and tokenizer."""
         assert config.model is not None
         load = functools.cache(lambda: load_documents(config.data))
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
@@ -53,10 +54,8 @@ class TargetStage:
             if not (place / "tokenizer.json").is_file():
                 self._write_tokenizer(place, load)
 
-        if is_shared:
-            ask_first(make_tokenizer)
-        else:  # a dry run has a folder per process
-            make_tokenizer()
+        ask_first(make_tokenizer)
+        make_tokenizer()  # in a dry run each process has its own folder
         self.tokenizer = load_tokenizer(place)
         prepared = prepare_rows(folder, config, self.tokenizer, self.config, load)
         self.rows, self.validation_rows = prepared.train, prepared.validation
@@ -68,13 +67,12 @@ class TargetStage:
 
     def _check_init_target(self) -> None:
         """Refuses a target to start from that has another shape than the run's."""
-        folder = self._run.init_target
-        if folder is None:
+        if (folder := self._run.init_target) is None:
             return
         given = config_to_dict(read_unquantised(folder).llama)
         wanted = config_to_dict(self.config)
-        num_layers = max(given["num_layers"], wanted["num_layers"])
-        for name, value in (given | {"num_layers": num_layers}).items():
+        given["num_layers"] = max(given["num_layers"], wanted["num_layers"])
+        for name, value in given.items():
             if wanted[name] != value:
                 raise UserError(
                     f"model.{name}: want {value} as init_target {folder} has, got {wanted[name]}; "
@@ -97,17 +95,17 @@ class TargetStage:
             copy_tokenizer(as_path(self._run.init_target), local)
 
     def load_weights(self) -> None:
-        """See `Stage`; `init_target` is read when the state is made."""
+        """Does nothing: `init_target` is read when the state is made."""
 
     def write_features(self) -> None:
-        """See `Stage`; a target needs none."""
+        """Does nothing: a target needs no features."""
 
     def plan_step(self) -> PlannedStep:
-        """See `Stage`."""
+        """See `DraftStage`."""
         return plan_target_step(self.config, self._run, self._dtype, self.mesh)
 
     def init_params(self) -> Params:
-        """See `Stage`."""
+        """See `DraftStage`."""
 
         def stack(params: Params) -> Params:
             layers = insert_layers(params["layers"], self.config.num_layers)
@@ -120,23 +118,23 @@ class TargetStage:
         return make_on(self.mesh, stack, params)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
-        """See `Stage`."""
+        """See `DraftStage`."""
         step = make_target_step(self.config, optimizer, self._run.step, self._dtype)
         return make_step_on(self.mesh, step, state)
 
     def validate(
         self, params: Params, batches: Iterable[TrainBatch]
     ) -> tuple[dict[str, Any], Predictions]:
-        """See `Stage`."""
+        """See `DraftStage`."""
         total, shown = add_up([self._validation(params, batch) for batch in batches])
         return {"validation_loss": float(total.loss / max(total.num_trained, 1))}, shown
 
     def score(self, results: dict[str, Any]) -> float:
-        """See `Stage`."""
+        """See `DraftStage`."""
         return -results["validation_loss"]
 
     def save_model(self, params: Params, folder: AnyPath) -> None:
-        """See `Stage`."""
+        """See `DraftStage`."""
         whole = compile_on(self.mesh, lambda weight: weight)
         embed = head = np.asarray(whole(params["embed"]["weight"]))
         if not self.config.tie_embeddings:

@@ -16,13 +16,14 @@ from poss_jax.config.paths import AnyPath, absolute
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
-from poss_jax.model.sharding import check_batch_size, check_processes
+from poss_jax.model.sharding import check_batch_size, check_processes, make_mesh
+from poss_jax.program.ahead import tpu_slice
 
 from .claims import check_output, claim_together, hold_together
 from .devices import is_first_process, make_on
 from .draft_stage import DraftStage
 from .loop import Stage, run_steps
-from .memory import check_memory, describe_devices, mesh_for
+from .memory import check_memory, describe_devices
 from .preparation import describe_data, describe_sample
 from .run_folder import RunFolder, holds_model, is_damaged
 from .run_log import check_loggers
@@ -129,17 +130,18 @@ def open_stage(config: TrainConfig, folder: AnyPath, *, plan_for: str | None = N
     """Reads all that the run needs except weights: text, tokenizer, model configs.
 
     Args:
-      config: the run.
       folder: folder for prepared data.
-      plan_for: devices (see `mesh_for`) to plan a run for, without running it.
+      plan_for: plan a run for this machine (`here`) or a TPU slice such as `v5p:2x2x1`, without
+        running it.
 
     Raises:
       UserError: something is missing or does not fit.
     """
-    mesh = mesh_for(config, plan_for or "here")
+    is_elsewhere = plan_for not in (None, "here")
+    mesh = make_mesh(config.mesh, tpu_slice(plan_for) if is_elsewhere else None)
     if plan_for is None:
         check_processes(mesh)
     check_batch_size(config.batch_size // config.step.accumulation_steps, mesh)
     if config.stage == "draft":
         return DraftStage(config, folder, mesh)
-    return TargetStage(config, folder, mesh, is_shared=plan_for is None)
+    return TargetStage(config, folder, mesh)
