@@ -101,11 +101,11 @@ def _roll_out(draft: Params, head: Array, task: DraftTask, data: DraftData, dept
         parts, block = take_specialist(draft, at.specialist), task.step.attention_block
         prediction = predict(*parts, task.draft, data.inputs, at, block=block)
         rows = family_of(task.draft).read(parts[0], task.draft, prediction)
-        sums, *at_rows = _measure_depth(rows, head, data, data.loss_mask, task)
+        sums, tokens, hits = _measure_depth(rows, head, data, data.loss_mask, task)
         for name, compare in (("cosine", _cosine), ("distance", _distance)):
             of_rows = compare(rows, data.targets.features)
             sums[name] = jnp.where(data.loss_mask, of_rows, 0.0).sum()
-        return prediction, carry, (sums, *at_rows)
+        return prediction, carry, (sums, tokens, hits)
 
     versions = first_version(data.inputs.features, depth)
     _, _, measured = unroll(task.draft, data.inputs, versions, None, visit, range(depth))
