@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.options import add_numbers, add_trees, make_parser, read_shape, read_tree
+from benchmarks.options import add_numbers, add_trees, make_parser, read_tree
 from benchmarks.random_pair import (
     FAMILIES,
     PLAIN,
@@ -398,8 +398,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _shape(args: argparse.Namespace) -> LlamaConfig:
-    rope = RopeConfig(theta=5e5, type="llama3", factor=8.0)
-    return read_shape(args, max_position_embeddings=131072, rope=rope)
+    return LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        max_position_embeddings=131072,
+        rope=RopeConfig(theta=5e5, type="llama3", factor=8.0),
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ object; --output keeps report.json, report.md and a plot.
 """
 
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -46,9 +47,11 @@ SPANS = {
     "PosS-1, kv shared": (1,) * 6,
     "PosS-1, first of 3 layers": (1,) * 6,
 }
-LAYERS = {"PosS-1, first of 3 layers": (3,)}
+OTHER: dict[str, dict[str, Any]] = {
+    "PosS-1, kv shared": {"kv": "shared"},
+    "PosS-1, first of 3 layers": {"layers_per_specialist": (3,)},
+}
 WIDE = {f"one layer wide as {name}": name for name in ("PosS-3", "PosS-1")}
-DRAFTS = (*SPANS, *WIDE)
 FIRST: dict[str, dict[str, Any]] = {
     "PosS-1": {},
     "first of 2 layers": {"layers_per_specialist": (2,)},
@@ -70,27 +73,26 @@ PAPER = 4.5
 
 def measure(tree: TreeConfig, context: int) -> list[dict[str, Any]]:
     """Computes memory and round time of every draft, for every target, device and batch size."""
-    rows = []
-    for (size, config), device in product(TARGETS.items(), DRAFTS_ON):
-        target = _read_target(config)
-        for batch in BATCHES:
-            rounds = {
-                name: _describe(target, draft, tree, batch, context, device)
-                for name, draft in drafts_for(target).items()
-            }
-            least = rounds["EAGLE-2"]["round_milliseconds"]
-            rows += [
-                {"target": size, "device": device, "batch": batch, "draft": name, **numbers}
-                | {"break_even_percent": 100 * (numbers["round_milliseconds"] / least - 1)}
-                for name, numbers in rounds.items()
-            ]
-    return rows
+    return [
+        row | {"break_even_percent": row["longer_percent"]}
+        for row in _compare_rounds(drafts_for, DRAFTS_ON, BATCHES, tree, context)
+    ]
 
 
-def _read_target(config: str) -> LlamaConfig:
-    target = load_config(AheadConfig, CONFIGS / f"{config}.yaml").model
-    assert target is not None
-    return target
+def drafts_for(target: LlamaConfig) -> dict[str, DraftConfig]:
+    """Shapes of the drafts that are compared, each for six positions."""
+    drafts = {
+        name: _shape(target, spans, 6, **OTHER.get(name, {})) for name, spans in SPANS.items()
+    }
+    one = drafts["EAGLE-2"]
+    for name, other in WIDE.items():
+        missing = count_parameters(drafts[other]) - count_parameters(one)
+        neurons = round(
+            missing / (3 * target.hidden_size)
+        )  # a row of gate and up, a column of down
+        wide = replace(one.layer, intermediate_size=target.intermediate_size + neurons)
+        drafts[name] = replace(one, layer=wide)
+    return drafts
 
 
 def price_first(acceptance: Sequence[float], context: int) -> list[dict[str, Any]]:
@@ -104,59 +106,52 @@ def price_first(acceptance: Sequence[float], context: int) -> list[dict[str, Any
       acceptance: a, by position.
       context: tokens of context.
     """
-    tree = TreeConfig(depth=len(acceptance), top_k=1, total_tokens=len(acceptance) + 1)
-    length, rows = 1 + np.cumprod(acceptance).sum(), []
-    for (size, config), device, batch in product(TARGETS.items(), FIRST_ON, SHOWN):
-        target = _read_target(config)
-        rounds = {}
-        for name, changed in FIRST.items():
-            spans = (1,) * len(acceptance)
-            plain = DraftConfig(
-                layer=replace(target, num_layers=1),
-                positions_per_specialist=spans,
-                trained_depth=len(spans),
-            )
-            draft = replace(plain, **changed)
-            times = _describe(target, draft, tree, batch, context, device)
-            rounds[name] = times["round_milliseconds"]
-        for name, time in rounds.items():
-            longer = time / rounds["PosS-1"] - 1
-            gain = acceptance[0] * longer * length / (length - 1)
-            rows.append(
-                {"target": size, "device": device, "batch": batch, "draft": name}
-                | {"round_milliseconds": time, "longer_percent": 100 * longer}
-                | {"break_even_points": 100 * float(gain)}
-            )
-    return rows
+    depth = len(acceptance)
+    tree = TreeConfig(depth=depth, top_k=1, total_tokens=depth + 1)
+
+    def drafts_of(target: LlamaConfig) -> dict[str, DraftConfig]:
+        return {
+            name: _shape(target, (1,) * depth, depth, **changed) for name, changed in FIRST.items()
+        }
+
+    length = float(1 + np.cumprod(acceptance).sum())
+    points = acceptance[0] * length / (length - 1)  # for every per cent of time
+    return [
+        row | {"break_even_points": row["longer_percent"] * points}
+        for row in _compare_rounds(drafts_of, FIRST_ON, SHOWN, tree, context)
+    ]
 
 
-def drafts_for(target: LlamaConfig) -> dict[str, DraftConfig]:
-    """Shapes of the drafts that are compared, each for six positions."""
+def _shape(target: LlamaConfig, spans: tuple[int, ...], depth: int, **fields: Any) -> DraftConfig:
     layer = replace(target, num_layers=1)
-    drafts = {
-        name: DraftConfig(
-            layer=layer,
-            positions_per_specialist=spans,
-            layers_per_specialist=LAYERS.get(name, (1,)),
-            trained_depth=6,
-            kv="shared" if "shared" in name else "per_specialist",
-        )
-        for name, spans in SPANS.items()
-    }
-    one = drafts["EAGLE-2"]
-    for name, other in WIDE.items():
-        missing = count_parameters(drafts[other]) - count_parameters(one)
-        neurons = round(missing / (3 * layer.hidden_size))  # a row of gate and up, a column of down
-        wide = replace(layer, intermediate_size=layer.intermediate_size + neurons)
-        drafts[name] = replace(one, layer=wide)
-    return drafts
+    return DraftConfig(layer=layer, positions_per_specialist=spans, trained_depth=depth, **fields)
 
 
-def _describe(
-    target: LlamaConfig, draft: DraftConfig, tree: TreeConfig, batch: int, context: int, device: str
-) -> dict[str, float]:
-    work = Workload(target=target, draft=draft, tree=tree, batch=batch, context=context)
-    times = floors(cost_card(stored_in(work, BYTES), prompt_tokens=1), DEVICES[device])
+def _compare_rounds(
+    drafts_of: Callable[[LlamaConfig], dict[str, DraftConfig]],
+    devices: Sequence[str],
+    batches: Sequence[int],
+    tree: TreeConfig,
+    context: int,
+) -> Iterator[dict[str, Any]]:
+    """Yields the price of every draft; rounds are compared with the first draft's."""
+    for (size, config), device in product(TARGETS.items(), devices):
+        target = load_config(AheadConfig, CONFIGS / f"{config}.yaml").model
+        assert target is not None
+        drafts = drafts_of(target)
+        for batch in batches:
+            work = Workload(target=target, tree=tree, batch=batch, context=context)
+            prices = {name: _price(work, draft, device) for name, draft in drafts.items()}
+            least = next(iter(prices.values()))["round_milliseconds"]
+            for name, price in prices.items():
+                longer = 100 * (price["round_milliseconds"] / least - 1)
+                about = {"target": size, "device": device, "batch": batch, "draft": name}
+                yield about | price | {"longer_percent": longer}
+
+
+def _price(work: Workload, draft: DraftConfig, device: str) -> dict[str, float]:
+    work = stored_in(replace(work, draft=draft), BYTES)
+    times = floors(cost_card(work, prompt_tokens=1), DEVICES[device])
     row = 2 * draft.layer.num_kv_heads * draft.layer.head_dim * BYTES
     return {
         "draft_gigabytes": count_parameters(draft) * BYTES / 1e9,
@@ -179,19 +174,13 @@ def format_report(rows: Sequence[dict[str, Any]], tree: TreeConfig, context: int
         "![break-even over batch sizes](break_even.svg)",
         "",
     ]
-    table = []
-    by_case = {(r["target"], r["device"], r["draft"], r["batch"]): r for r in rows}
-    for target, device, draft in product(TARGETS, DRAFTS_ON, DRAFTS):
-        few = [by_case[target, device, draft, batch] for batch in SHOWN]
-        cells = (
-            f"{few[0]['draft_gigabytes']:.2f}",
-            f"{few[0]['cache_bytes_per_token']:,.0f}",
-            f"{few[0]['round_milliseconds']:.2f}",
-        )
-        shares = (f"{row['break_even_percent']:.2f} %" for row in few)
-        table.append([target, device, draft, *cells, *shares])
     head = ["target", "device", "draft", "draft GB", "draft K/V bytes per token"]
     head += ["round ms, batch 1", "break-even, batch 1", "batch 8", "batch 64"]
+    table = []
+    for case, few in _by_case(rows).items():
+        cells = [f"{few[0]['draft_gigabytes']:.2f}", f"{few[0]['cache_bytes_per_token']:,.0f}"]
+        cells += [f"{few[0]['round_milliseconds']:.2f}"]
+        table.append([*case, *cells, *(f"{row['break_even_percent']:.2f} %" for row in few)])
     return "\n".join([*lines, *format_rows(head, table)])
 
 
@@ -207,36 +196,34 @@ def format_first(rows: Sequence[dict[str, Any]], acceptance: Sequence[float]) ->
         "more to pay for it.",
         "",
     ]
-    by_case = {(r["target"], r["device"], r["draft"], r["batch"]): r for r in rows}
-    table = []
-    for case in product(TARGETS, FIRST_ON, list(FIRST)[1:]):
-        few = [by_case[*case, batch] for batch in SHOWN]
-        cells = [f"{r['longer_percent']:.2f} % / {r['break_even_points']:.1f}" for r in few]
-        table.append([*case, f"{few[0]['round_milliseconds']:.2f}", *cells])
     head = ["target", "device", "draft", "round ms, batch 1", "longer / points, batch 1"]
-    head += ["batch 8", "batch 64"]
-    return "\n".join([*lines, *format_rows(head, table)])
+    table = []
+    for case, few in _by_case([row for row in rows if row["draft"] != "PosS-1"]).items():
+        prices = [f"{r['longer_percent']:.2f} % / {r['break_even_points']:.1f}" for r in few]
+        table.append([*case, f"{few[0]['round_milliseconds']:.2f}", *prices])
+    return "\n".join([*lines, *format_rows([*head, "batch 8", "batch 64"], table)])
 
 
-def _with_a_price(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Drafts whose rounds take longer than EAGLE-2's."""
-    return [
-        draft
-        for draft in DRAFTS
-        if any(r["break_even_percent"] for r in rows if r["draft"] == draft)
-    ]
+def _by_case(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """Rows at the shown batch sizes, by target, device and draft."""
+    found = defaultdict(list)
+    for row in rows:
+        if row["batch"] in SHOWN:
+            found[row["target"], row["device"], row["draft"]].append(row)
+    return found
 
 
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Draws the break-even over batch sizes, a panel per target."""
     from matplotlib import pyplot
 
+    priced = dict.fromkeys(row["draft"] for row in rows if row["break_even_percent"])
     with pyplot.rc_context({"svg.hashsalt": "poss_jax"}):
         figure, panels = pyplot.subplots(
             1, len(TARGETS), figsize=(16, 3.6), sharey=True, layout="constrained"
         )
         for panel, target in zip(panels, TARGETS, strict=True):
-            for number, draft in enumerate(_with_a_price(rows)):
+            for number, draft in enumerate(priced):
                 for device, style in zip(DRAFTS_ON, ("-", "--"), strict=True):
                     few = [
                         row["break_even_percent"]
@@ -273,12 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         metavar="A", help="share accepted at each position of a chain")  # fmt: skip
     args = parser.parse_args(arguments)
     rows, first = measure(args.tree, args.context), price_first(args.acceptance, args.context)
-    about = {"tree": asdict(args.tree), "context": args.context, "provenance": provenance()}
-    text = (
-        format_report(rows, args.tree, args.context) + "\n" + format_first(first, args.acceptance)
-    )
-    report = {**about, "rows": rows, "acceptance": list(args.acceptance), "first": first}
-    show_report(report, text, args.output, plot=partial(plot, rows))
+    tables = format_report(rows, args.tree, args.context), format_first(first, args.acceptance)
+    report = {"tree": asdict(args.tree), "context": args.context, "provenance": provenance()}
+    report |= {"rows": rows, "acceptance": list(args.acceptance), "first": first}
+    show_report(report, "\n".join(tables), args.output, plot=partial(plot, rows))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Options that benchmarks have: the report, trees, the shape of a random pair."""
+"""Options that benchmarks have: the report, trees, numbers."""
 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from infer.bench.report import check_output
-from poss_jax.config.models import LlamaConfig, TreeConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.program.arguments import at_least
 from poss_jax.program.running import Parser
@@ -57,22 +56,3 @@ def add_numbers(parser: argparse.ArgumentParser, defaults: Mapping[str, int]) ->
     """Adds options that are whole numbers from 1 on."""
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar="N")
-
-
-def read_shape(args: argparse.Namespace, **other: Any) -> LlamaConfig:
-    """Shape of a Llama from --hidden-size, --layers, --heads, --kv-heads and --vocab-size.
-
-    Args:
-      args: parsed options; the head size is the width of a head unless --head-dim is given.
-      other: further fields of the shape.
-    """
-    sizes = {
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.hidden_size,
-        "intermediate_size": getattr(args, "intermediate_size", None),
-        "num_layers": args.layers,
-        "num_heads": args.heads,
-        "num_kv_heads": args.kv_heads,
-        "head_dim": getattr(args, "head_dim", args.hidden_size // args.heads),
-    }
-    return LlamaConfig(**(sizes | other))

@@ -88,7 +88,7 @@ def ask_all(
     async def run_client(client: Any, until: float) -> None:
         for _ in itertools.count():
             ids = rng.integers(0, vocab_size, num_prompt).tolist()
-            answers.append(await ask(client, Case(PreparedPrompt(ids, num_new), [])))
+            answers.append(await ask(client, Case(PreparedPrompt(ids, num_new), None, [])))
             if time.monotonic() >= until:
                 return
 

@@ -8,14 +8,11 @@ and asks for sampled texts that `Engine.generate` has written beforehand.
                  that differ, are lost or come twice, and measures first tokens, time per token,
                  memory, and how soon a slot is free after its client left
     throughput   1, 4 and 16 clients (or --sizes), which stream or want whole answers, against
-                 `Engine.generate` in batches of that size, alternating; with the draft and without,
-                 and with a larger pair of random weights
+                 `Engine.generate` in batches of that size, alternating; with the draft and without
 
-Prints tables, and as its last line one JSON object; --output keeps report.json and report.md. With
---apart rounds get one core and everything else the others, which imitates a separate accelerator.
+Prints tables, and as its last line one JSON object; --output keeps report.json and report.md.
 
     python -m benchmarks.serving --output docs/results/serving
-    python -m benchmarks.serving --apart --output docs/results/serving_apart
 """
 
 import argparse
@@ -26,55 +23,76 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.cases import Case, make_cases
 from benchmarks.options import make_parser, python_model
+from benchmarks.schemas import KINDS, Schema, draw_schemas
 from infer.bench.report import show_report
-from poss_jax.checkpoint.folder import read_target, write_model
-from poss_jax.checkpoint.record import new_record, provenance, target_identity
-from poss_jax.config.models import DraftConfig, LlamaConfig
-from poss_jax.config.paths import as_path
-from poss_jax.config.reading import UserError
+from poss_jax.checkpoint.record import provenance
+from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.engine import Engine
-from poss_jax.model.families import init_draft
-from poss_jax.model.parameters import split_items
-from poss_jax.model.target import init_target
+from poss_jax.engine.grammar import Grammar
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.arguments import at_least
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 
+PROMPTS = ("def read_lines(path):\n", "class Node:\n    def __init__", "import os\n", "for i in ")
+SHARED = "".join(f"def add_{n}(value):\n    return value + {n}\n\n\n" for n in range(10))
+NUM_CASES = 64
 _ADDRESS = re.compile(r"listening at (http://\S+)/")
-_SERVE = """
-import sys
-from benchmarks.serving import set_rounds_apart
-from infer.serve import cli
-
-set_rounds_apart({cores})
-cli()
-"""
 
 
-def set_rounds_apart(cores: Sequence[int]) -> None:
-    """Gives JAX the first core, and everything else in this process the others."""
-    os.sched_setaffinity(0, cores[:1])  # of the threads that JAX starts now
-    numbers = jnp.ones((512, 512))
-    jax.block_until_ready(numbers @ numbers)
-    os.sched_setaffinity(0, cores[1:])
+@dataclass(frozen=True)
+class Case:
+    """A request, and the tokens of the right answer; some follow a schema."""
+
+    prompt: PreparedPrompt
+    schema: Schema | None
+    expected: list[int]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request."""
+        schema = {"name": "answer", "schema": self.schema}
+        return {
+            "prompt": self.prompt.ids,
+            "max_tokens": self.prompt.max_new_tokens,
+            "temperature": self.prompt.sampling.temperature,
+            "seed": self.prompt.sampling.seed,
+            "stream": True,
+            "return_token_ids": True,
+            "response_format": self.schema and {"type": "json_schema", "json_schema": schema},
+        }
+
+
+def make_cases(engine: Engine, max_new_tokens: int, *, is_mixed: bool = False) -> list[Case]:
+    """Draws requests, and answers them without a server; mixed ones share prefixes or a schema."""
+    drawn = [schema for _, schema in draw_schemas(1 + NUM_CASES // len(KINDS))]
+    schemas = [drawn[i] if is_mixed and i % 3 == 0 else None for i in range(NUM_CASES)]
+    prompts = [
+        engine.prepare(
+            SHARED * (is_mixed and i % 2) + PROMPTS[i % len(PROMPTS)],
+            max_new_tokens,
+            SamplingConfig(temperature=1.0, seed=i),
+            grammar=Grammar.json_schema(schema) if schema else None,
+        )
+        for i, schema in enumerate(schemas)
+    ]
+    answers = engine.decode(prompts, batch_size=8)
+    expected = [answer.output_ids for answer in answers]
+    return list(map(Case, prompts, schemas, expected))
 
 
 @dataclass
@@ -88,14 +106,11 @@ class Answer:
     is_whole: bool
 
 
-def serve(
-    args: argparse.Namespace, target: str, draft: str | None
-) -> AbstractContextManager[tuple[int, str]]:
-    """Runs a server of a pair."""
-    words = ["--target", target, *(["--draft", draft] if draft else [])]
+def serve(args: argparse.Namespace, draft: str | None) -> AbstractContextManager[tuple[int, str]]:
+    """Runs a server of the target."""
+    words = ["--target", args.target, *(["--draft", draft] if draft else [])]
     words += ["--max-length", str(args.max_length), "--batch-size", str(max(args.sizes))]
-    program = ["-c", _SERVE.format(cores=args.cores)] if args.cores else ["-m", "infer.serve"]
-    return running([*program, *words, "--max-logprobs", "0"])
+    return running(["-m", "infer.serve", *words, "--max-logprobs", "0"])
 
 
 @contextmanager
@@ -297,51 +312,19 @@ def resident_mib(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def write_random_pair(folder: Path, hidden_size: int) -> tuple[str, str]:
-    """Writes a target of that width and a PosS-3 draft with random weights; gives their folders."""
-    target = python_model("target")
-    known = read_target(target).config
-    assert isinstance(known, LlamaConfig)
-    heads = {"num_heads": hidden_size // 64, "num_kv_heads": hidden_size // 64, "head_dim": 64}
-    sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size}
-    llama = replace(known, **sizes, **heads)
-    draft = DraftConfig(layer=llama, positions_per_specialist=(3, 3), trained_depth=6)
-    params = jax.jit(init_target, static_argnums=0)(llama, jax.random.key(0))
-    embedding = np.asarray(params["embed"]["weight"])
-    identity = target_identity("random", None, embedding, embedding)
-    pair = ("target", llama, params), ("draft", draft, init_draft(draft, jax.random.key(1)))
-    for name, config, weights in pair:
-        tokenizer_from = as_path(target) if name == "target" else None
-        record = new_record(config, identity, tokenizer_from=tokenizer_from)
-        items = split_items(config, weights)
-        write_model(folder / name, record, items, tokenizer_from=tokenizer_from)
-    return str(folder / "target"), str(folder / "draft")
-
-
-def compare(args: argparse.Namespace, target: str, draft: str | None) -> list[dict[str, Any]]:
-    """Starts a server for a pair; returns the rows of `measure_throughput`."""
-    engine = Engine.load(target, draft, max_length=args.max_length)
-    cases = make_cases(engine, args.max_new_tokens)
-    with serve(args, target, draft) as (_, url):
-        return measure_throughput(args, engine, url, cases)
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs all parts."""
     engine = Engine.load(args.target, args.draft, max_length=args.max_length)
     cases, mixed = (
         make_cases(engine, args.max_new_tokens, is_mixed=is_mixed) for is_mixed in (False, True)
     )
-    report: dict[str, Any] = {"apart": args.apart}
-    with serve(args, args.target, args.draft) as (pid, url):
+    with serve(args, args.draft) as (pid, url):
         load = run_load(url, pid, mixed, num_clients=args.clients, seconds=args.seconds)
-        report["load"] = asyncio.run(load)
+        report: dict[str, Any] = {"load": asyncio.run(load)}
         throughput = {"with draft": measure_throughput(args, engine, url, cases)}
-    throughput["without"] = compare(args, args.target, None)
-    with tempfile.TemporaryDirectory() as folder:
-        target, draft = write_random_pair(Path(folder), args.random_size)
-        for name, one in (("with draft", draft), ("without", None)):
-            throughput[f"{name}, random {args.random_size} wide"] = compare(args, target, one)
+    engine = Engine.load(args.target, max_length=args.max_length)  # writes the same texts
+    with serve(args, None) as (_, url):
+        throughput["without"] = measure_throughput(args, engine, url, cases)
     return report | {"throughput": throughput, "provenance": provenance()}
 
 
@@ -349,8 +332,7 @@ def format_report(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
     load = report["load"]
     first, per_token = load["first_token_milliseconds"], load["per_token_milliseconds"]
-    lines = ["Rounds have one core, all else the others.", ""] if report["apart"] else []
-    lines += [
+    lines = [
         f"{load['clients']} clients: {load['answers']} answers, of which {load['left']} were left "
         f"halfway; **{load['wrong']} wrong**, {load['lost']} lost, {load['crossed']} crossed, "
         f"{load['duplicated']} duplicated; {load['tokens_per_second']:.0f} tokens/s, and "
@@ -388,13 +370,6 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _known_cores() -> list[int]:
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) < 2:
-        raise UserError(f"--apart: want Linux and 2 processor cores or more, got {len(cores)}")
-    return cores
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
     parser = make_parser(__doc__)
@@ -408,16 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--sizes", type=at_least(1), nargs="+", default=[1, 4, 16], help="clients at once"
     )
     parser.add_argument("--repeats", type=at_least(1), default=3)
-    parser.add_argument(
-        "--random-size", type=at_least(64), default=512, help="width of the random pair"
-    )
-    parser.add_argument(
-        "--apart", action="store_true", help="give rounds a core, and all else the others"
-    )
     args = parser.parse_args(arguments)
-    args.cores = _known_cores() if args.apart else None
-    if args.cores:
-        set_rounds_apart(args.cores)
     report = measure(args)
     show_report(report, format_report(report), args.output)
 
