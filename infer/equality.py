@@ -62,11 +62,7 @@ class Setting:
 def check_lossless(
     decoders: Sequence[Decoder], prompts: Sequence[PreparedPrompt]
 ) -> dict[str, Any]:
-    """Compares every draft, several trees and batch sizes with autoregressive decoding.
-
-    Args:
-      decoders: ways to decode, the autoregressive one first.
-      prompts: prepared prompts, whose settings are not used.
+    """Compares every draft, several trees and batch sizes with the first way, autoregressive.
 
     Returns:
       A JSON-compatible report; `failures` is empty if decoding is lossless.
@@ -298,19 +294,11 @@ def format_check(report: dict[str, Any]) -> str:
         "autoregressive decoding, alone",
         "",
     ]
-    lines += show_rows(
-        ["decoded", "equal", "excused", "failures", "rounding"],
-        [
-            (
-                row["setting"],
-                row["equal"],
-                len(row["excused"]),
-                len(row["failures"]),
-                f"{row['rounding']:.1e}",
-            )
-            for row in report["settings"]
-        ],
-    )
+    table = []
+    for row in report["settings"]:
+        counts = row["equal"], len(row["excused"]), len(row["failures"])
+        table.append((row["setting"], *counts, f"{row['rounding']:.1e}"))
+    lines += show_rows(["decoded", "equal", "excused", "failures", "rounding"], table)
     for kind in ("excused", "failures"):
         lines += [f"{kind}: {json.dumps(difference)}" for difference in report[kind]]
     return "\n".join(lines)

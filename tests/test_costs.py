@@ -227,9 +227,9 @@ def test_xla_counts_the_same(engine: Engine) -> None:
     room for.
     """
     prompt = engine.prepare(list(range(32)), 8)  # a chunk, which XLA counts once
-    config, request, state = phases.state_after(engine, prompt)
-    weights = engine.weights
-    shallow = phases.shallower(config)
+    batch, weights = phases.Batch(engine, [prompt]), engine.weights
+    config, request, state = batch.config, batch.request, batch.state
+    shallow = [config._replace(tree=tree) for tree in phases.shallower(config)]
     tree = phases.draft_tree(weights, shallow[-1], request, state)
     out = phases.verify_tree(weights, config, state, tree)
     acceptance = phases.accept(weights, config, request, state, tree, out.logits)

@@ -236,7 +236,8 @@ def test_floors_are_those_of_a_device(engine: Engine, monkeypatch: pytest.Monkey
     names = "prefill", "draft/level0", "draft/level1", "draft", "verify", "accept", "commit"
     milliseconds = dict.fromkeys((*names, "round"), 1.0)
     monkeypatch.setattr(phases, "measure_phases", lambda *_, **__: milliseconds)
-    monkeypatch.setattr(measure, "_seconds", lambda run: 1.0)
+    ones = np.ones(2)
+    monkeypatch.setattr(measure, "time_in_turn", lambda programs, *_: dict.fromkeys(programs, ones))
     rates, whole = DEVICES["v5e"], random_engine(POSS, None)
     groups = random_engine(POSS, MeshConfig(data=2, tensor=4))
     for one, num_parts in ((engine, 8), (groups, 4)):

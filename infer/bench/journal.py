@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from pydantic import TypeAdapter, ValidationError
+
 from poss_jax.checkpoint.whole import naming, write_file
 from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.reading import UserError
@@ -21,13 +23,7 @@ _BY_NAME = {"sets", "methods", "weights", "trees", "draft_vocabularies"}
 
 
 class Cell(NamedTuple):
-    """One set of questions with one way to choose tokens.
-
-    Attributes:
-      set: name of the set.
-      temperature: its temperature.
-      seed: its seed.
-    """
+    """One set of questions, by name, with one way to choose tokens."""
 
     set: str
     temperature: float
@@ -38,7 +34,6 @@ class Key(NamedTuple):
     """Place of an answer in a benchmark.
 
     Attributes:
-      cell: set, temperature and seed.
       repeat: number of the timed pass, from 0.
       method: name of the draft, or of the baseline.
       question: place of the question in its set, from 0.
@@ -85,14 +80,7 @@ def make_turn(answer: Generation, seconds: float, first_token_seconds: float) ->
 
 @dataclass(frozen=True)
 class Answer:
-    """The answers to all turns of one question.
-
-    Attributes:
-      key: place in the benchmark.
-      id: the question's id.
-      category: the question's category.
-      turns: an answer per turn that was played.
-    """
+    """The answers to all turns of one question that were played, with its id and category."""
 
     key: Key
     id: Any
@@ -118,6 +106,9 @@ class Answer:
     def seconds(self) -> float:
         """Seconds of all turns."""
         return sum(turn.seconds for turn in self.turns)
+
+
+_ANSWER = TypeAdapter(Answer)
 
 
 class Journal:
@@ -147,20 +138,20 @@ class Journal:
         self._folder = folder
         if folder is None:
             return
-        if (folder / SETTINGS).is_file() and not from_scratch:
-            known = _read_whole_file(folder / SETTINGS, "give --overwrite to start from scratch")
-            self.answers = {answer.key: answer for answer in _read_whole_lines(folder / ANSWERS)}
-            if (folder / METHODS).is_file():
-                self.methods = _read_whole_file(
-                    folder / METHODS, "remove it, and the methods are measured again"
-                )
-            measured = {name for key in self.answers for name in (key.method, key.cell.set)}
-            _update_settings(folder, known, settings, {*measured, *self.methods})
+        if from_scratch or not (folder / SETTINGS).is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (ANSWERS, METHODS):
+                (folder / name).unlink(missing_ok=True)
+            _write_json(folder / SETTINGS, settings)
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (ANSWERS, METHODS):
-            (folder / name).unlink(missing_ok=True)
-        _write_settings(folder, settings)
+        known = _read_json(folder / SETTINGS, "give --overwrite to start from scratch")
+        self.answers = {answer.key: answer for answer in _read_whole_lines(folder / ANSWERS)}
+        if (folder / METHODS).is_file():
+            advice = "remove it, and the methods are measured again"
+            self.methods = _read_json(folder / METHODS, advice)
+        measured = {name for key in self.answers for name in (key.method, key.cell.set)}
+        settings = _join_settings(folder, known, settings, {*measured, *self.methods})
+        _write_json(folder / SETTINGS, settings)
 
     def add(self, answer: Answer) -> None:
         """Takes in an answer, and writes it to the file before it returns."""
@@ -174,33 +165,32 @@ class Journal:
         """Keeps other measurements of a method, JSON-compatible."""
         self.methods[name] = numbers
         if self._folder is not None:
-            write_file(self._folder / METHODS, json.dumps(self.methods, indent=2) + "\n")
+            _write_json(self._folder / METHODS, self.methods)
 
     def missing(self, keys: Iterable[Key]) -> Iterator[Key]:
         """Yields those keys that have no answer yet."""
         return (key for key in keys if key not in self.answers)
 
 
-def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    write_file(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_file(path, json.dumps(value, indent=2) + "\n")
 
 
-def _update_settings(
+def _join_settings(
     folder: Path, known: dict[str, Any], settings: dict[str, Any], measured: set[str]
-) -> None:
+) -> dict[str, Any]:
     """Adds new names, and refuses changes to names that were measured."""
     for key in _BY_NAME & settings.keys():
         old = known.get(key, {})
         known[key] = {name: value for name, value in old.items() if name in measured}
     wanted = json.loads(json.dumps(settings))
-    keys = {*known, *wanted}
-    if differing := sorted(key for key in keys if _differ(known.get(key), wanted.get(key))):
+    names = sorted({*known, *wanted})
+    if differing := [name for name in names if _differ(known.get(name), wanted.get(name))]:
         raise UserError(
             f"output {folder} holds a benchmark of other settings ({', '.join(differing)}); name "
             "another folder, or give --overwrite to start from scratch"
         )
-    both = {key: known[key] | new if isinstance(new, dict) else new for key, new in wanted.items()}
-    _write_settings(folder, both)
+    return {key: known[key] | new if isinstance(new, dict) else new for key, new in wanted.items()}
 
 
 def _differ(known: Any, wanted: Any) -> bool:
@@ -209,7 +199,7 @@ def _differ(known: Any, wanted: Any) -> bool:
     return known != wanted
 
 
-def _read_whole_file(path: Path, remedy: str) -> dict[str, Any]:
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
         value = parse_json(path.read_bytes())
         if not isinstance(value, dict):
@@ -228,18 +218,12 @@ def _read_whole_lines(path: Path) -> Iterator[Answer]:
         path.write_bytes(whole)
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
-            yield _read_answer(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+            yield _ANSWER.validate_json(line)
+        except ValidationError as error:
             raise UserError(
                 f"{path}:{number}: want an answer of infer.bench, got a damaged line; remove it, "
                 "and the question is answered again"
             ) from error
-
-
-def _read_answer(value: dict[str, Any]) -> Answer:
-    (cell, *rest), turns = value["key"], value["turns"]
-    key = Key(Cell(*cell), *rest)
-    return Answer(key, value["id"], value["category"], [Turn(**turn) for turn in turns])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,53 +243,42 @@ def write_answer_files(answers: Sequence[Answer], folder: Path) -> None:
         if answer.key.repeat == 0:
             name = f"{answer.key.method}-temperature-{cell.temperature:g}-seed-{cell.seed}"
             files[quote(cell.set, safe=""), quote(name, safe="")].append(answer)
-    for layout, convert in (("eagle", as_eagle), ("spec-bench", as_spec_bench)):
+    for layout, count in (("eagle", _count_for_eagle), ("spec-bench", _count_for_spec_bench)):
         for earlier in (folder / layout).glob("*/model_answer/*.jsonl"):
             earlier.unlink()
         for (name, model), few in files.items():
             path = folder / layout / name / "model_answer" / f"{model}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps(convert(one, model)) for one in sorted(few, key=_place)]
+            few.sort(key=lambda one: one.key.question)
+            lines = [json.dumps(_lay_out(one, model, count(one))) for one in few]
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def as_eagle(answer: Answer, model: str) -> dict[str, Any]:
-    """Converts an answer to the layout of EAGLE and PosS."""
-    turns = answer.turns
+def _count_for_eagle(answer: Answer) -> dict[str, Any]:
+    """Counts rounds as EAGLE and PosS do."""
+    idxs = [len(turn.accepted) - 1 for turn in answer.turns]
+    return {"idxs": idxs, "accept_length": answer.accepted}
+
+
+def _count_for_spec_bench(answer: Answer) -> dict[str, Any]:
+    """Counts rounds as Spec-Bench does."""
+    steps = [len(turn.accepted) for turn in answer.turns]
+    return {"decoding_steps": steps, "accept_lengths": [count + 1 for count in answer.accepted]}
+
+
+def _lay_out(answer: Answer, model: str, counts: dict[str, Any]) -> dict[str, Any]:
     choice = {
         "index": 0,
-        "turns": [turn.text for turn in turns],
-        "idxs": [len(turn.accepted) - 1 for turn in turns],
-        "new_tokens": [len(turn.output_ids) for turn in turns],
-        "wall_time": [turn.seconds for turn in turns],
-        "accept_length": answer.accepted,
+        "turns": [turn.text for turn in answer.turns],
+        "new_tokens": [len(turn.output_ids) for turn in answer.turns],
+        "wall_time": [turn.seconds for turn in answer.turns],
     }
-    return _about(answer, model) | {"choices": [choice], "tstamp": 0.0}
-
-
-def as_spec_bench(answer: Answer, model: str) -> dict[str, Any]:
-    """Converts an answer to the layout of Spec-Bench."""
-    turns = answer.turns
-    choice = {
-        "index": 0,
-        "turns": [turn.text for turn in turns],
-        "decoding_steps": [len(turn.accepted) for turn in turns],
-        "new_tokens": [len(turn.output_ids) for turn in turns],
-        "wall_time": [turn.seconds for turn in turns],
-        "accept_lengths": [count + 1 for count in answer.accepted],
-    }
-    about = _about(answer, model) | {"category": answer.category}
-    return about | {"choices": [choice], "tstamp": 0.0}
-
-
-def _about(answer: Answer, model: str) -> dict[str, Any]:
     name = json.dumps([model, answer.key])
     return {
         "question_id": answer.id,
+        "category": answer.category,
         "answer_id": str(uuid.uuid5(uuid.NAMESPACE_URL, name)),
         "model_id": model,
+        "choices": [choice | counts],
+        "tstamp": 0.0,
     }
-
-
-def _place(answer: Answer) -> int:
-    return answer.key.question

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from poss_jax.model.target import compute_dtype
 from poss_jax.program.output import waiting
 
 from .costs import Device, decode, describe_workload, num_parts
+from .phases import time_in_turn
 
 AUTOREGRESSIVE = "autoregressive"
 _STEP_CALLS = 20
@@ -255,11 +256,11 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dic
     num_steps = max(prompt.max_new_tokens, 32) - 1  # so that there are steps
     config, request = engine.request([PreparedPrompt(prompt.ids, num_steps + 1)])
     request = request.replace(stop_ids=jnp.full_like(request.stop_ids, -1))
-    arrays = request, start(engine.weights, config, request)
-    programs = [partial(run, engine.weights, config, *arrays) for run in (_plain_steps, _loop)]
-    seconds = np.array([[_seconds(run) for run in programs] for _ in range(_STEP_CALLS + 1)])[1:]
-    plain, whole = 1000 * np.median(seconds, axis=0) / num_steps
-    ratio = np.median(seconds[:, 1] / seconds[:, 0])
+    given = engine.weights, config, request, start(engine.weights, config, request)
+    programs = {run: partial(run, *given) for run in (_plain_steps, _loop)}
+    seconds = time_in_turn(programs, _STEP_CALLS)
+    plain, whole = (1000 * np.median(calls) / num_steps for calls in seconds.values())
+    ratio = np.median(seconds[_loop] / seconds[_plain_steps])
     context = len(prompt.ids) + num_steps // 2
     work = describe_workload(engine.weights, config, batch=1, context=context)
     floor = (decode(work) / num_parts(config.mesh)).milliseconds(device)
@@ -287,9 +288,3 @@ def _plain_steps(
 
 
 _loop = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1)  # donates nothing
-
-
-def _seconds(function: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    jax.block_until_ready(function())
-    return time.perf_counter() - started

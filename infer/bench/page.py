@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from ..drift.report import draw_interval
+from ..drift.report import draw_drift, draw_gap, draw_interval
 from .phases import PARTS
 from .report import add_up, describe
 
@@ -35,8 +35,8 @@ def write_page(report: dict[str, Any], path: Path) -> None:
         colours=colours,
         number=_number,
         figures=[_draw_group(group, report["baseline"], colours) for group in report["groups"]],
-        drift=drift and _draw("Drift of features", _drift, drift, colours),
-        gap=drift and _draw("Acceptance in training and in decoding", _gap, drift, colours),
+        drift=drift and _draw("Drift of features", draw_drift, drift, colours),
+        gap=drift and _draw("Acceptance in training and in decoding", draw_gap, drift, colours),
         phases="roofline" in report and _draw("Phases of a round", _phases, report),
         deepest=max(map(_deepest, report["groups"]), default=0),
     )
@@ -82,6 +82,7 @@ def _draw(title: str, draw: Callable[..., None], *args: Any) -> Markup:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     settings: dict[Any, Any] = {
         "svg.hashsalt": "poss_jax",
@@ -92,6 +93,11 @@ def _draw(title: str, draw: Callable[..., None], *args: Any) -> Markup:
     with pyplot.rc_context(settings):
         figure, axes = pyplot.subplots(figsize=(5.4, 3.4), layout="constrained")
         draw(axes, *args)
+        if draw is not _phases:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
         numbers = _describe_axes(axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
@@ -118,7 +124,6 @@ def _positions(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> No
     for name, rows in drafts.items():
         draw_interval(axes, rows["positionwise_acceptance"], label=name, color=colours[name])
     axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
-    _finish(axes)
 
 
 def _rounds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
@@ -129,26 +134,6 @@ def _rounds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
         shares = [count / max(sum(counts), 1) for count in counts]
         axes.bar(at, shares, width, label=name, color=colours[name])
     axes.set(xlabel="accepted drafted tokens", ylabel="share of rounds")
-    _finish(axes)
-
-
-def _drift(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
-    for name, draft in drafts.items():
-        if "feature_cosine" in draft["by_depth"]:
-            number = draft["by_depth"]["feature_cosine"]
-            draw_interval(axes, number, label=name, color=colours[name])
-    axes.set(xlabel="draft position", ylabel="cosine with the target's feature")
-    _finish(axes)
-
-
-def _gap(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
-    for name, draft in drafts.items():
-        for way, style, label in (("", "-", name), ("decoded_", "--", f"{name}, decoding")):
-            value = draft["by_depth"][f"{way}conditional_acceptance"]["value"]
-            places = range(1, len(value) + 1)
-            axes.plot(places, np.array(value, float), style, label=label, color=colours[name])
-    axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
-    _finish(axes)
 
 
 def _phases(axes: Any, report: dict[str, Any]) -> None:
@@ -160,17 +145,6 @@ def _phases(axes: Any, report: dict[str, Any]) -> None:
         left = [a + b for a, b in zip(left, times, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="milliseconds per round")
-    axes.legend(fontsize="small")
-    axes.grid(axis="x", alpha=0.3)
-
-
-def _finish(axes: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
 
 
 def _deepest(group: dict[str, Any]) -> int:

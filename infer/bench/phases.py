@@ -8,14 +8,16 @@ marked as done: it costs the same, but its caches do not grow from call to call.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
+from poss_jax.config.models import TreeConfig
 from poss_jax.decode import speculate, verify
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Tree, root_tree
@@ -23,6 +25,7 @@ from poss_jax.decode.verify import Acceptance
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.rounds import on_mesh, run_round, start
+from poss_jax.model.target import Verified
 
 from .costs import Device, cost_card, describe_workload, floors, num_parts
 
@@ -30,7 +33,7 @@ PARTS = ("draft", "verify", "accept", "commit")
 """Phases whose sum is compared with the round."""
 
 _CALLS = 20
-_Result = TypeVar("_Result")
+_Name = TypeVar("_Name")
 
 verify_tree = jax.jit(on_mesh(speculate.verify_tree, is_state=False), static_argnums=1)
 commit = jax.jit(on_mesh(speculate.commit), static_argnums=1, donate_argnums=3)
@@ -63,12 +66,49 @@ def accept(
     return verify.accept(tree, chosen, max_accepted=config.max_accepted)
 
 
-def state_after(
-    engine: Engine, prompt: PreparedPrompt
-) -> tuple[DecodeConfig, Request, DecodeState]:
-    """Runs a prompt and marks its sequence as done."""
-    config, request = engine.request([prompt])
-    return config, request, mark_done(start(engine.weights, config, request))
+class Batch:
+    """Prompts that were read; every call runs a part of a round after the parts before it.
+
+    Attributes:
+      weights: parameters of the models.
+      config: static settings.
+      request: the prompts.
+      state: state after the prompts; the sequences are marked as done.
+    """
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1
+    ) -> None:
+        self.weights = engine.weights
+        self.config, self.request = engine.request(prompts, batch_size=batch_size)
+        self.state = mark_done(self.start())
+        self._tree = root_tree(self.state.root)
+
+    def start(self) -> DecodeState:
+        return start(self.weights, self.config, self.request)
+
+    def draft(self, tree: TreeConfig) -> Tree:
+        config = self.config._replace(tree=tree)
+        self._tree = draft_tree(self.weights, config, self.request, self.state)
+        return self._tree
+
+    def verify(self) -> Verified:
+        self._out = verify_tree(self.weights, self.config, self.state, self._tree)
+        return self._out
+
+    def accept(self) -> Acceptance:
+        given = self.weights, self.config, self.request, self.state, self._tree
+        self._acceptance = accept(*given, self._out.logits)
+        return self._acceptance
+
+    def commit(self) -> DecodeState:
+        given = self.weights, self.config, self.request, self.state
+        self.state = commit(*given, self._out, self._acceptance)
+        return self.state
+
+    def round(self) -> DecodeState:
+        self.state = run_round(self.weights, self.config, self.request, self.state)
+        return self.state
 
 
 def mark_done(state: DecodeState) -> DecodeState:
@@ -76,12 +116,29 @@ def mark_done(state: DecodeState) -> DecodeState:
     return state.replace(output=state.output.replace(is_done=state.output.is_done | True))
 
 
-def shallower(config: DecodeConfig) -> list[DecodeConfig]:
-    """Settings of trees of one level, of two, and so on, up to the whole tree."""
-    if config.draft is None:
-        return []
-    depths = range(1, config.tree.depth + 1)
-    return [config._replace(tree=replace(config.tree, depth=depth)) for depth in depths]
+def shallower(config: DecodeConfig) -> list[TreeConfig]:
+    """Trees of one level, of two, and so on, up to the whole tree; none without a draft."""
+    depths = range(1, config.tree.depth + 1) if config.draft else ()
+    return [replace(config.tree, depth=depth) for depth in depths]
+
+
+def time_in_turn(
+    programs: Mapping[_Name, Callable[[], Any]], num_calls: int, title: str | None = None
+) -> dict[_Name, np.ndarray]:
+    """Seconds of every call [num_calls], by program; a first call of each is not counted.
+
+    Args:
+      programs: what to call, in this order.
+      num_calls: calls of each.
+      title: title of a progress bar; None: none is shown.
+    """
+    seconds: dict[_Name, list[float]] = {name: [] for name in programs}
+    for _ in tqdm(range(num_calls + 1), desc=title, unit="call", disable=title is None):
+        for name, run in programs.items():
+            started = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - started)
+    return {name: np.array(calls[1:]) for name, calls in seconds.items()}
 
 
 def measure_phases(
@@ -92,27 +149,18 @@ def measure_phases(
     Returns:
       Median milliseconds by the names of `costs.cost_card`.
     """
-    config, request, state = state_after(engine, prompt)
-    weights, trees = engine.weights, shallower(config)
-    calls: list[dict[str, float]] = []
-    for _ in range(num_calls + 1):
-        now: dict[str, float] = {}
-        _time(now, "prefill", lambda: start(weights, config, request))
-        tree = root_tree(state.root)
-        for depth, shallow in enumerate(trees):
-            run = partial(draft_tree, weights, shallow, request, state)
-            tree = _time(now, f"draft/level{depth}", run)
-        out = _time(now, "verify", partial(verify_tree, weights, config, state, tree))
-        run = partial(accept, weights, config, request, state, tree, out.logits)
-        acceptance = _time(now, "accept", run)
-        run = partial(commit, weights, config, request, state, out, acceptance)
-        state = _time(now, "commit", run)
-        state = _time(now, "round", partial(run_round, weights, config, request, state))
-        calls.append(now)
-    medians = {
-        name: 1000 * float(np.median([call[name] for call in calls[1:]])) for name in calls[0]
-    }
-    return _split_levels(medians, len(trees))
+    batch = Batch(engine, [prompt])
+    levels = {f"draft/level{i}": tree for i, tree in enumerate(shallower(batch.config))}
+    programs: dict[str, Callable[[], Any]] = {"prefill": batch.start}
+    programs |= {name: partial(batch.draft, tree) for name, tree in levels.items()}
+    programs |= {"verify": batch.verify, "accept": batch.accept, "commit": batch.commit}
+    seconds = time_in_turn(programs | {"round": batch.round}, num_calls)
+    medians = {name: 1000 * float(np.median(calls)) for name, calls in seconds.items()}
+    if not levels:
+        return medians
+    whole = [medians[name] for name in levels]  # of ever deeper trees
+    last_levels = np.diff(whole, prepend=0.0).tolist()
+    return medians | {"draft": whole[-1]} | dict(zip(levels, last_levels, strict=True))
 
 
 def measure_card(
@@ -152,20 +200,3 @@ def measure_card(
 def phases_to_round(milliseconds: dict[str, float]) -> float:
     """Sum of the separately timed phases, relative to the round."""
     return sum(milliseconds.get(name, 0.0) for name in PARTS) / milliseconds["round"]
-
-
-def _split_levels(medians: dict[str, float], num_levels: int) -> dict[str, float]:
-    """Turns times of ever deeper trees into times of their last levels."""
-    if not num_levels:
-        return medians
-    names = [f"draft/level{depth}" for depth in range(num_levels)]
-    whole = [medians[name] for name in names]
-    levels = np.diff(whole, prepend=0.0).tolist()
-    return medians | {"draft": whole[-1]} | dict(zip(names, levels, strict=True))
-
-
-def _time(seconds: dict[str, float], name: str, run: Callable[[], _Result]) -> _Result:
-    started = time.perf_counter()
-    result = jax.block_until_ready(run())
-    seconds[name] = time.perf_counter() - started
-    return result

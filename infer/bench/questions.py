@@ -61,13 +61,7 @@ _LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a set.
-
-    Attributes:
-      id: its `question_id`, or its place.
-      category: its `category`; "": none.
-      record: the prompt, under one of `PROMPT_KEYS`, without sampling settings.
-    """
+    """One question of a set: its id or place, its category or "", and the prompt as a record."""
 
     id: Any
     category: str
@@ -187,16 +181,20 @@ def _split_turns(record: dict[str, Any]) -> dict[str, Any]:
     return {key: record[key] for key in record if key != "messages"} | {"turns": turns}
 
 
-def _read_parquet(path: AnyPath, most: int) -> list[dict[str, Any]]:
-    import datasets
-
+def _load(most: int, where: str, advice: str, *names: Any, **options: Any) -> list[dict[str, Any]]:
+    """Loads the first rows of a data set by `datasets`."""
     try:
-        rows: Any = datasets.load_dataset(
-            "parquet", data_files=str(path), split="train", streaming=True
-        )
-        records = list(itertools.islice(rows, most))
-    except Exception as error:  # of Arrow and of the library, which fetches nothing here
-        raise UserError(f"{path}: {one_line(error)}; fetch the file again") from error
+        import datasets
+
+        rows: Any = datasets.load_dataset(*names, **options, streaming=True)
+        return list(itertools.islice(rows, most))
+    except Exception as error:  # of many families: the Hub's, Arrow's, the client's, the system's
+        raise UserError(f"{where}: {one_line(error)}; {advice}") from error
+
+
+def _read_parquet(path: AnyPath, most: int) -> list[dict[str, Any]]:
+    files = {"data_files": str(path), "split": "train"}
+    records = _load(most, str(path), "fetch the file again", "parquet", **files)
     return [check_record(record, f"{path}: row {n}") for n, record in enumerate(records, start=1)]
 
 
@@ -213,16 +211,8 @@ def _read_humaneval() -> list[dict[str, Any]]:
 
 def read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[str, Any]]:
     """Reads questions of a data set on the Hub, from the first of `_COLUMNS` that it has."""
-    try:
-        import datasets
-
-        rows: Any = datasets.load_dataset(name, subset, split=split, streaming=True)
-        records = list(itertools.islice(rows, most))
-    except Exception as error:  # of many families: the Hub's, Arrow's, the client's, the system's
-        raise UserError(
-            f"data set {name}: {one_line(error)}; save its questions as {QUESTIONS} in a folder of "
-            "data_dir"
-        ) from error
+    advice = f"save its questions as {QUESTIONS} in a folder of data_dir"
+    records = _load(most, f"data set {name}", advice, name, subset, split=split)
     if not records:
         raise UserError(f"data set {name}: want questions, got none in its split {split!r}")
     column = next((one for one in _COLUMNS if one in records[0]), None)
@@ -255,12 +245,8 @@ def _cut_code_prompts(
         texts = [record["text"] for _, record in read_records(code) if isinstance(record, dict)]
     else:
         texts = plain_texts(load_documents(code).validation)
-    return prompts_from_documents(
-        texts,
-        engine.tokenizer,
-        num_prompts=config.num_prompts,
-        prompt_tokens=config.prompt_tokens,
-    )
+    sizes = {"num_prompts": config.num_prompts, "prompt_tokens": config.prompt_tokens}
+    return prompts_from_documents(texts, engine.tokenizer, **sizes)
 
 
 def prompts_from_documents(

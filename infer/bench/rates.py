@@ -44,10 +44,9 @@ class Roofline:
 
 def find_roofline() -> Roofline:
     """Returns the kept rates of this device; measures them if there are none."""
-    kept = read_kept().get(device_name())
-    with suppress(TypeError, KeyError):  # of another version
-        if kept is not None:
-            return Roofline(Device(**kept["device"]), kept["flops_by_rows"])
+    with suppress(TypeError, KeyError):  # none, or of another version
+        kept = read_kept()[device_name()]
+        return Roofline(Device(**kept["device"]), kept["flops_by_rows"])
     return measure_roofline()
 
 

@@ -119,21 +119,27 @@ def summarise_group(grids: dict[str, Grid], baseline: str) -> dict[str, Any]:
 
 def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
     """Summarises the answers of one method."""
-    rows = grid.first()
-    lengths = grid.acceptance_lengths()
+    rows, lengths = grid.first(), grid.acceptance_lengths()
     is_counted = ~np.isnan(lengths)
-    accepted, offered, rounds = _count_positions(rows)
+    accepted, offered = (
+        [np.array([n for one in few for n in getattr(one, name)], int) for few in rows]
+        for name in ("accepted", "offered")
+    )
+    rounds = np.array(list(map(len, accepted)))
+    reached, reachable = (count_reaching(counts, DEPTHS) for counts in (accepted, offered))
     tokens, seconds = grid.tokens().sum(axis=1), grid.seconds().sum(axis=1)
     plain_tokens, plain_seconds = baseline.tokens().sum(axis=1), baseline.seconds().sum(axis=1)
     return {
         "acceptance_length": estimate(
             share, np.where(is_counted, lengths, 0.0).sum(axis=1), is_counted.sum(axis=1)
         ),
-        "pooled_acceptance_length": estimate(share, _count_emitted(rows), rounds),
+        "pooled_acceptance_length": estimate(
+            share, rounds + [one.sum() for one in accepted], rounds
+        ),
         "whole_rounds_acceptance_length": estimate(share, *_count_whole_rounds(rows)),
-        "positionwise_acceptance": _estimate_positions(accepted, offered),
+        "positionwise_acceptance": _estimate_positions(reached, reachable),
         "positions_reached": _estimate_positions(
-            accepted, np.where(offered.sum(axis=0) > 0, rounds[:, None], 0)
+            reached, np.where(reachable.sum(axis=0) > 0, rounds[:, None], 0)
         ),
         "tokens_per_second": estimate(share, tokens, seconds),
         "speed_up": estimate(
@@ -146,9 +152,7 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
         "token_milliseconds": _percentiles(
             [1000 * turn.seconds / len(turn.output_ids) for turn in _turns(grid)]
         ),
-        "rounds_by_accepted": np.bincount(
-            [count for few in rows for one in few for count in one.accepted]
-        ).tolist(),
+        "rounds_by_accepted": np.bincount(np.concatenate(accepted)).tolist(),
         "looping_share": float(np.mean([is_looping(one) for few in rows for one in few])),
         "new_tokens": int(tokens.sum()),
         "seconds": float(seconds.sum()),
@@ -173,21 +177,15 @@ def _compare(first: Grid, second: Grid) -> dict[str, Any]:
     }
 
 
-def _count_positions(rows: list[list[Answer]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Counts rounds of each question: accepted and offered by position, and all of them."""
-    positions = np.arange(1, DEPTHS + 1)[:, None]
+def count_reaching(counts: Sequence[np.ndarray], depth: int) -> np.ndarray:
+    """Counts the rounds [questions depth] that reach each position.
 
-    def reaching(counts: list[list[int]]) -> np.ndarray:
-        return np.array([(np.array(one, int)[None] >= positions).sum(axis=1) for one in counts])
-
-    accepted = [[count for one in few for count in one.accepted] for few in rows]
-    offered = [[count for one in few for count in one.offered] for few in rows]
-    return reaching(accepted), reaching(offered), np.array([len(one) for one in accepted])
-
-
-def _count_emitted(rows: list[list[Answer]]) -> np.ndarray:
-    """Counts the tokens that all rounds of each question emitted, bonus tokens included."""
-    return np.array([sum(sum(one.accepted) + len(one.accepted) for one in few) for few in rows])
+    Args:
+      counts: positions that every round of a question reaches, per question.
+      depth: number of positions that are counted.
+    """
+    positions = np.arange(1, depth + 1)[:, None]
+    return np.array([(one >= positions).sum(axis=1) for one in counts])
 
 
 def _count_whole_rounds(rows: list[list[Answer]]) -> tuple[np.ndarray, np.ndarray]:

@@ -63,32 +63,44 @@ def plot_report(report: dict[str, Any], path: Path) -> None:
     """Draws acceptance over positions and, for drafts that predict features, cosine."""
     from matplotlib import pyplot, rc_context
 
+    drafts = report["drafts"]
+    colours = {name: f"C{index}" for index, name in enumerate(drafts)}
     with rc_context({"svg.hashsalt": "drift"}):  # the same file for the same numbers
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-        for name, draft in report["drafts"].items():
-            numbers = draft["by_depth"]
-            colour = draw_interval(left, numbers["conditional_acceptance"], label=name)
-            decoded = numbers["decoded_conditional_acceptance"]
-            draw_interval(left, decoded, color=colour, linestyle="--", marker="")
-            if "feature_cosine" in numbers:
-                draw_interval(right, numbers["feature_cosine"], label=name, color=colour)
-        left.set(ylabel="accepted, given all before (dashed: decoded)")
-        right.set(ylabel="cosine with the target's feature")
-        for axes in (left, right):
-            axes.set(xlabel="position", xticks=range(1, report["depth"] + 1))
+        figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        for draw, axes in zip((draw_gap, draw_drift), panels, strict=True):
+            draw(axes, drafts, colours)
+            axes.set(xticks=range(1, report["depth"] + 1))
             axes.grid(alpha=0.3)
-        left.legend()
+        panels[0].legend()
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
 
 
-def draw_interval(axes: Any, number: dict[str, Any], **style: Any) -> str:
-    """Draws a number by position, with its interval where one is known; returns its colour."""
+def draw_gap(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
+    """Draws acceptance by position, dashed in decoding."""
+    for name, draft in drafts.items():
+        numbers, colour = draft["by_depth"], colours[name]
+        draw_interval(axes, numbers["conditional_acceptance"], label=name, color=colour)
+        about = {"label": f"{name}, decoding", "linestyle": "--", "marker": ""}
+        draw_interval(axes, numbers["decoded_conditional_acceptance"], color=colour, **about)
+    axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
+
+
+def draw_drift(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
+    """Draws cosines by position, of drafts that predict features."""
+    for name, draft in drafts.items():
+        if "feature_cosine" in draft["by_depth"]:
+            number = draft["by_depth"]["feature_cosine"]
+            draw_interval(axes, number, label=name, color=colours[name])
+    axes.set(xlabel="draft position", ylabel="cosine with the target's feature")
+
+
+def draw_interval(axes: Any, number: dict[str, Any], **style: Any) -> None:
+    """Draws a number by position, with its interval where one is known."""
     value, low, high = (np.array(number[key], float) for key in ("value", "low", "high"))
     position = np.arange(1, len(value) + 1)
-    (line,) = axes.plot(position, value, **({"marker": "o"} | style))
-    axes.fill_between(position, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-    return line.get_color()
+    axes.plot(position, value, **({"marker": "o"} | style))
+    axes.fill_between(position, low, high, color=style["color"], alpha=0.12, linewidth=0)
 
 
 def _summary(drafts: dict[str, Any]) -> list[str]:
@@ -135,10 +147,7 @@ def _by_depth(draft: dict[str, Any]) -> list[str]:
     lines = [*_table_by_depth(draft, _COLUMNS), ""]
     lines += fold("accepted so far", _table_by_depth(draft, _SO_FAR))
     if "feature_cosine" not in draft["by_depth"]:
-        lines += [
-            "",
-            "(no cosine: it predicts its own state, not the target's feature)",
-        ]
+        lines += ["", "(no cosine: it predicts its own state, not the target's feature)"]
     return lines
 
 

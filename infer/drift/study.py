@@ -18,7 +18,7 @@ from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.data.conversations import Tokens
 from poss_jax.data.rows import Rows, make_rows
-from poss_jax.engine.answers import Generation
+from poss_jax.engine.answers import Generation, mean_acceptance_length
 from poss_jax.engine.device import default_dtype
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.learn.task import DraftTask
@@ -33,7 +33,7 @@ from ..bench.measure import Decoder, load_decoders, play
 from ..bench.questions import read_questions
 from ..bench.report import open_output, show_report
 from ..bench.statistics import compare, estimate, estimate_mean, share
-from ..bench.summary import LOOPING_BELOW, distinct_ngram_share
+from ..bench.summary import LOOPING_BELOW, count_reaching, distinct_ngram_share
 from .report import format_brief, format_report, plot_report
 from .spans import Design, Gains, advise_design, advise_spans, expected_length
 
@@ -125,7 +125,7 @@ def decode(config: DriftConfig) -> tuple[Answers, list[int], dict[str, Answers]]
     baseline, *drafts = load_decoders(config.chains)
     questions = read_questions(config.chains, baseline.engine)
     texts = _answer(baseline, questions)
-    shares = [distinct_ngram_share(join_answers(one).output_ids) for one in texts]
+    shares = [distinct_ngram_share(_join(turns, "output_ids")) for turns in texts]
     kept = [i for i, one in enumerate(shares) if one >= LOOPING_BELOW] or list(range(len(texts)))
     texts, questions = [texts[i] for i in kept], [questions[i] for i in kept]
     longest = max(len(answer.output_ids) for answers in texts for answer in answers)
@@ -191,11 +191,9 @@ def follow(
 def describe_draft(
     texts: Answers, decoded: Answers, followed: Followed, num_spans: int | None
 ) -> dict[str, Any]:
-    """Computes all numbers of one draft.
+    """Computes all numbers of one draft from the target's answers, and its own with chains.
 
     Args:
-      texts: the target's answers.
-      decoded: answers to the same questions with chains of the draft.
       followed: its predictions along `texts`.
       num_spans: number of spans to propose; None: no proposal.
     """
@@ -213,7 +211,9 @@ def describe_draft(
         "conditional_acceptance": estimate(share, sums.accepted, before),
         "cumulative_acceptance": estimate(share, sums.accepted, chains),
         "decoded_conditional_acceptance": estimate(share, reached, offered),
-        "decoded_cumulative_acceptance": estimate(_cumulative, reached, offered),
+        "decoded_cumulative_acceptance": estimate(
+            lambda reached, offered: share(reached, offered).cumprod(axis=0), reached, offered
+        ),
         "gap": estimate(lambda a, b, r, o: share(r, o) - share(a, b), *rounds),
     }
     if sums.cosine is not None:
@@ -221,6 +221,8 @@ def describe_draft(
             "feature_cosine": estimate(share, sums.cosine, sums.num_trained),
             "feature_distance": estimate(share, sums.distance, sums.num_trained),
         }
+    reaching = [1.0, *by_depth["cumulative_acceptance"]["value"][:-1]]
+    spans = num_spans and advise_spans(_drift(by_depth), reaching, num_spans)
     return {
         "specialists": [followed.config.specialist_at(depth) for depth in range(num_depths)],
         "by_depth": by_depth,
@@ -229,25 +231,20 @@ def describe_draft(
         ),
         "decoded_acceptance_length": estimate_mean(_lengths(decoded)),
         "rounds_as_predicted": _share_as_predicted(texts, decoded, followed.tokens),
-        "positions_per_specialist": num_spans and _advise(by_depth, num_spans),
+        "positions_per_specialist": spans,
     }
 
 
 def count_rounds(answers: Answers, num_depths: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts, per question and depth, the rounds that reached it and the rounds that accepted it.
+    """Counts the rounds of chains that reached each depth, and that accepted it: [questions R].
 
-    Args:
-      answers: answers that were decoded with chains.
-
-    Returns:
-      Two [questions R] arrays. A round that the end of an answer cuts short does not reach the
-      depths beyond the cut.
+    A round that the end of an answer cuts short does not reach the depths beyond the cut.
     """
-    joined = [join_answers(turns) for turns in answers]
-    position = np.arange(1, num_depths + 1)[:, None]
-    offered = [(np.array(one.offered_per_round) >= position).sum(axis=1) for one in joined]
-    accepted = [(np.array(one.accepted_per_round) >= position).sum(axis=1) for one in joined]
-    return np.array(offered, float), np.array(accepted, float)
+    offered, accepted = (
+        count_reaching([np.array(_join(turns, name)) for turns in answers], num_depths)
+        for name in ("offered_per_round", "accepted_per_round")
+    )
+    return offered.astype(float), accepted.astype(float)
 
 
 def predicted_rounds(answer: Generation, tokens: np.ndarray) -> list[int]:
@@ -292,11 +289,7 @@ def propose(
 ) -> dict[str, Any]:
     """Proposes spans and layers, with the tokens per second that they, and equal spans, promise.
 
-    Args:
-      wanted: the budget.
-      draft: shape of the measured draft, which has one specialist of one layer.
-      target: shape of its target.
-      by_depth: measured numbers.
+    The numbers were measured with a draft that has one specialist of one layer.
     """
     acceptance = np.nan_to_num(np.array(by_depth["conditional_acceptance"]["value"], float))
     drift, depth = _drift(by_depth), len(acceptance)
@@ -326,21 +319,11 @@ def propose(
     return {"best": describe(best), "equal": describe(equal)}
 
 
-def _advise(by_depth: dict[str, Any], num_spans: int) -> list[int]:
-    """Proposes spans."""
-    reached = by_depth["cumulative_acceptance"]["value"][:-1]
-    return advise_spans(_drift(by_depth), [1.0, *reached], num_spans)
-
-
 def _drift(by_depth: dict[str, Any]) -> list[float]:
     """How far every depth's input has drifted; without features to compare, the tokens missed."""
     if "feature_distance" in by_depth:
         return [0.0, *by_depth["feature_distance"]["value"][:-1]]  # the first reads the target's
     return [1 - share for share in by_depth["agreement"]["value"]]
-
-
-def _cumulative(reached: np.ndarray, offered: np.ndarray) -> np.ndarray:
-    return share(reached, offered).cumprod(axis=0)
 
 
 def _all_ids(answer: Generation) -> list[int]:
@@ -350,18 +333,10 @@ def _all_ids(answer: Generation) -> list[int]:
 
 def _lengths(answers: Answers) -> np.ndarray:
     """Acceptance length of every question."""
-    return np.array([join_answers(turns).mean_acceptance_length for turns in answers])
+    accepted = [_join(turns, "accepted_per_round") for turns in answers]
+    return np.array([mean_acceptance_length([counts]) for counts in accepted])
 
 
-def join_answers(answers: Sequence[Generation]) -> Generation:
-    """Adds up the answers of one dialogue: their tokens and rounds, one after the other."""
-    if len(answers) == 1:
-        return answers[0]
-    return replace(
-        answers[-1],
-        prompt_ids=answers[0].prompt_ids,
-        output_ids=[token for answer in answers for token in answer.output_ids],
-        text=None,
-        accepted_per_round=[n for answer in answers for n in answer.accepted_per_round],
-        offered_per_round=[n for answer in answers for n in answer.offered_per_round],
-    )
+def _join(answers: Sequence[Generation], name: str) -> list[int]:
+    """The lists of that name of all answers of one dialogue, one after the other."""
+    return [number for answer in answers for number in getattr(answer, name)]

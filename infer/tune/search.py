@@ -13,7 +13,6 @@ everything from verifying to committing, by the number of nodes.
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,11 +32,11 @@ from poss_jax.decode.verify import accept
 from poss_jax.engine.answers import mean_acceptance_length
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.rounds import on_mesh, run_round, start
+from poss_jax.engine.rounds import on_mesh, start
 from poss_jax.engine.trees import default_tree
 
 from ..bench.measure import time_batches
-from ..bench.phases import draft_tree, mark_done
+from ..bench.phases import Batch, time_in_turn
 
 _DEPTH = 8
 _TOP_KS = {"cpu": (1, 2, 3, 4, 6)}
@@ -84,12 +83,7 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """Proposals of a draft after every token of some answers, with one top_k.
-
-    Attributes:
-      lengths: tokens of every answer.
-      ranks: ranks of the paths that the text takes, per answer.
-    """
+    """Numbers of tokens of some answers, and ranks of the paths that their texts take."""
 
     lengths: list[int]
     ranks: list[Ranks]
@@ -109,12 +103,9 @@ def tune(
     *,
     repeats: int,
 ) -> dict[int, dict[str, Any]]:
-    """Finds the fastest tree of every batch size.
+    """Finds the fastest tree of every batch size, on prompts that should resemble later ones.
 
     Args:
-      engine: a target with a draft.
-      prompts: prompts to measure on; they should resemble later ones.
-      batch_sizes: numbers of prompts decoded together.
       repeats: interleaved passes over all prompts that confirm a prediction.
 
     Returns:
@@ -157,25 +148,16 @@ def record_all(
 ) -> dict[int, Recording]:
     """Records the answers to all prompts with every top_k."""
     # All start with the program of one tree.
-    engine = engine.with_tree(TreeConfig(depth=depth, top_k=max(top_ks), total_tokens=2))
-    recordings: dict[int, Recording] = {}
+    trees = [TreeConfig(depth=depth, top_k=top_k, total_tokens=2) for top_k in top_ks]
+    engine = engine.with_tree(trees[-1])
     with tqdm(total=len(top_ks) * len(prompts), desc="recording", unit="answer") as progress:
-        for top_k in top_ks:
-            tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=2)
-            recordings[top_k] = record(engine, prompts, tree, progress)
-    return recordings
+        return {tree.top_k: record(engine, prompts, tree, progress) for tree in trees}
 
 
 def record(
     engine: Engine, prompts: Sequence[PreparedPrompt], tree: TreeConfig, progress: tqdm
 ) -> Recording:
-    """Decodes token by token, and drafts after every one.
-
-    Args:
-      engine: a target with a draft.
-      tree: depth and top_k of the candidates; all candidates count.
-      progress: bar that is advanced by one per answer.
-    """
+    """Decodes token by token, and drafts candidates of a tree's depth and top_k after every one."""
     recording = Recording([], [])
     size = min(_RECORDED_TOGETHER, len(prompts))
     for first in range(0, len(prompts), size):
@@ -280,8 +262,8 @@ def measure_costs(
     """Times the parts of a round, in turn, on the state after the prompts of a batch."""
     widest = TreeConfig(depth=depth, top_k=max(top_ks), total_tokens=max(_MEASURED_NODES))
     widest = replace(widest, total_tokens=widest.num_nodes)
-    drafting = _Bench(engine.with_tree(widest), prompts, batch_size)
-    plain = _Bench(engine.with_tree({1: None}), prompts, batch_size)
+    drafting = Batch(engine.with_tree(widest), prompts, batch_size=batch_size)
+    plain = Batch(engine.with_tree({1: None}), prompts, batch_size=batch_size)
     programs: dict[tuple[str, int], Callable[[], Any]] = {
         ("start", 0): drafting.start,
         ("plain_start", 0): plain.start,
@@ -293,8 +275,9 @@ def measure_costs(
         programs["draft", top_k] = partial(drafting.draft, tree)
     most = drafting.config.tree.num_nodes
     for nodes in sorted({min(nodes, most) for nodes in _MEASURED_NODES}):
-        programs["rest", nodes] = partial(drafting.finish, nodes)
-    seconds = _median_seconds(programs, f"costs, batch size {batch_size}")
+        programs["rest", nodes] = partial(_finish, drafting, nodes)
+    calls = time_in_turn(programs, _CALLS, f"costs, batch size {batch_size}")
+    seconds = {name: float(np.median(few)) for name, few in calls.items()}
     first = seconds["draft", 0]
     levels = {top_k: (seconds["draft", top_k] - first) / max(depth - 1, 1) for top_k in top_ks}
     return Costs(
@@ -307,34 +290,12 @@ def measure_costs(
     )
 
 
-class _Bench:
-    """A batch after its prompts, its sequences marked as done: they are computed, but do not grow.
-
-    Attributes:
-      config: static settings of its engine.
-    """
-
-    def __init__(self, engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: int) -> None:
-        self._weights = engine.weights
-        self.config, self._request = engine.request(prompts, batch_size=batch_size)
-        self._state = mark_done(self.start())
-
-    def start(self) -> DecodeState:
-        return start(self._weights, self.config, self._request)
-
-    def round(self) -> DecodeState:
-        self._state = run_round(self._weights, self.config, self._request, self._state)
-        return self._state
-
-    def draft(self, tree: TreeConfig) -> Tree:
-        config = self.config._replace(tree=tree)
-        return draft_tree(self._weights, config, self._request, self._state)
-
-    def finish(self, num_nodes: int) -> DecodeState:
-        config = self.config._replace(tree=replace(self.config.tree, total_tokens=num_nodes))
-        tree = _some_tree(self._state.root, num_nodes, self.config.tree.depth)
-        self._state = _finish_round(self._weights, config, self._request, self._state, tree)
-        return self._state
+def _finish(batch: Batch, num_nodes: int) -> DecodeState:
+    """Finishes a round with some tree of that many nodes."""
+    config = batch.config._replace(tree=replace(batch.config.tree, total_tokens=num_nodes))
+    tree = _some_tree(batch.state.root, num_nodes, config.tree.depth)
+    batch.state = _finish_round(batch.weights, config, batch.request, batch.state, tree)
+    return batch.state
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -344,18 +305,6 @@ def _some_tree(root: jax.Array, num_nodes: int, depth: int) -> Tree:
     shape = len(root), num_nodes
     parents = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), shape)
     return make_tree(jnp.broadcast_to(root[:, None], shape), parents, depth=depth)
-
-
-def _median_seconds(
-    programs: dict[tuple[str, int], Callable[[], Any]], title: str
-) -> dict[tuple[str, int], float]:
-    seconds: dict[tuple[str, int], list[float]] = {name: [] for name in programs}
-    for _ in tqdm(range(_CALLS + 1), desc=title, unit="call"):
-        for name, run in programs.items():
-            started = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - started)
-    return {name: float(np.median(calls[1:])) for name, calls in seconds.items()}
 
 
 # --------------------------------------------------------------------------------------------------
