@@ -71,12 +71,25 @@ from poss_jax.shapes import Params
 
 COMMITTED = Path(__file__).parent.parent / "docs" / "results"
 PARTS = {
-    "methods": "round_milliseconds",
-    "prefill": "milliseconds",
-    "server": "token_milliseconds",
-    "training": "step_seconds",
+    "methods": (
+        "round_milliseconds",
+        "{round_milliseconds:.3f} ms per round (floor {round_floor_milliseconds:.3f}, "
+        "{floor_to_round:.0%}), {token_milliseconds:.3f} ms per token, {tokens_per_second:.0f} "
+        "tokens/s",
+    ),
+    "prefill": (
+        "milliseconds",
+        "prefill {milliseconds:.2f} ms (floor {floor_milliseconds:.2f}, {floor_to_prefill:.0%})",
+    ),
+    "server": (
+        "token_milliseconds",
+        "server {tokens_per_second:.0f} tokens/s; p50, p99 of the first token "
+        "{first_token_milliseconds[p50]:.1f}, {first_token_milliseconds[p99]:.1f} ms, of each "
+        "further one {per_token_milliseconds[p50]:.1f}, {per_token_milliseconds[p99]:.1f} ms",
+    ),
+    "training": ("step_seconds", "training {step_seconds:.3f} s per step"),
 }
-"""Parts of the report, and what their rows are compared by."""
+"""Parts of the report: what their rows are compared by, and a row as a line."""
 TINY: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 300},
     **{"layers": 4, "heads": 2, "kv_heads": 1, "draft_vocabulary": 100, "train_tokens": 32},
@@ -221,15 +234,9 @@ def time_training(family: str, llama: LlamaConfig, args: argparse.Namespace) -> 
         state, metrics = jax.block_until_ready(step(state, target, batch, jax.random.key(3)))
         seconds.append(time.perf_counter() - began)
     median = float(np.median(seconds[1:]))
-    yield (
-        family,
-        {
-            "compile_seconds": seconds[0],
-            "step_seconds": median,
-            "tokens_per_second": tokens.size / median,
-            "loss": float(metrics["loss"]),
-        },
-    )
+    row = {"compile_seconds": seconds[0], "step_seconds": median}
+    row |= {"tokens_per_second": tokens.size / median, "loss": float(metrics["loss"])}
+    yield family, row
 
 
 # --------------------------------------------------------------------------------------------------
@@ -267,30 +274,12 @@ def list_jobs(
 
 def describe(part: str, name: str, row: dict[str, Any], before: float | None) -> str:
     """A row as a line."""
-    if part == "methods":
-        text = (
-            f"{row['round_milliseconds']:.3f} ms per round (floor "
-            f"{row['round_floor_milliseconds']:.3f}, {row['floor_to_round']:.0%}), "
-            f"{row['token_milliseconds']:.3f} ms per token, {row['tokens_per_second']:.0f} tokens/s"
-        )
-    elif part == "prefill":
-        text = (
-            f"prefill {row['milliseconds']:.2f} ms (floor {row['floor_milliseconds']:.2f}, "
-            f"{row['floor_to_prefill']:.0%})"
-        )
-    elif part == "server":
-        times = (row["first_token_milliseconds"], row["per_token_milliseconds"])
-        first, each = ("{p50:.1f}, {p99:.1f}".format(**one) for one in times)
-        text = (
-            f"server {row['tokens_per_second']:.0f} tokens/s; p50, p99 of the first token {first} "
-            f"ms, of each further one {each} ms"
-        )
-    else:
-        text = f"training {row['step_seconds']:.3f} s per step"
+    key, form = PARTS[part]
+    text = form.format(**row)
     if "compile_seconds" in row:
         text += f", compiled in {row['compile_seconds']:.0f} s"
     if before is not None:
-        change = row[PARTS[part]] / before
+        change = row[key] / before
         text += f"; {change:.2f} x the time of --baseline"
         text += "" if 0.97 < change < 1.03 else " (better)" if change < 1 else " (WORSE)"
     return f"{name}: {text}"
@@ -302,7 +291,7 @@ def read_baselines(files: Sequence[Path], device: str) -> dict[str, dict[str, fl
     for file in files:
         report = json.loads(file.read_text())
         if report["roofline"]["device"]["name"] == device:
-            for part, key in PARTS.items():
+            for part, (key, _) in PARTS.items():
                 rows = report.get(part, {})
                 known[part] |= {name: row[key] for name, row in rows.items()}
     return known

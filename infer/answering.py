@@ -160,7 +160,11 @@ def answer_prompts(config: GenerateConfig) -> None:
             interruption = error
     screen.end_line()
     bar.close()
-    summary = _summarise(list(given.values())) | {
+    rounds = [answer.accepted_per_round for answer in given.values()]
+    summary = {
+        "answers": len(given),
+        "new_tokens": sum(len(answer.output_ids) for answer in given.values()),
+        "mean_acceptance_length": mean_acceptance_length(rounds),
         "seconds_with_compilation": round(time.monotonic() - started, 3),
         "output": str(output) if output is not None and given else None,
         "interrupted": interruption is not None,
@@ -193,16 +197,6 @@ def _kept_answers(
                 for i, turn in sorted(given)
             ]
             write_output(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _summarise(answers: Sequence[Generation]) -> dict[str, Any]:
-    return {
-        "answers": len(answers),
-        "new_tokens": sum(len(answer.output_ids) for answer in answers),
-        "mean_acceptance_length": mean_acceptance_length(
-            [answer.accepted_per_round for answer in answers]
-        ),
-    }
 
 
 def _describe(summary: dict[str, Any]) -> str:

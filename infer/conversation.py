@@ -94,10 +94,13 @@ class Chat:
         try:
             if not line.startswith("/"):
                 self._ask(line)
-            elif name in COMMANDS:
-                COMMANDS[name][0](self, rest.strip())
-            else:
+                return
+            if name not in COMMANDS:
                 raise UserError(f"{shorten(name)}: want one of {', '.join(COMMANDS)}")
+            run, argument = COMMANDS[name]
+            if rest.strip() and not argument:
+                raise UserError(f"{name}: want nothing behind it, got {shorten(rest.strip())}")
+            run(self, rest.strip())
         except UserError as error:
             say(f"error: {error}")
 
@@ -173,7 +176,6 @@ class Chat:
 
     def compare(self, rest: str) -> None:
         """Answers the last question again without a draft, and compares times and texts."""
-        _want_nothing("/compare", rest)
         if self.last is None:
             raise UserError("/compare: want a question that was answered; ask one")
         if self._engine.draft_config is None:
@@ -184,7 +186,6 @@ class Chat:
 
     def reset(self, rest: str) -> None:
         """Forgets the conversation."""
-        _want_nothing("/reset", rest)
         self.turns, self.last = [], None
         say("the conversation starts over")
 
@@ -245,11 +246,6 @@ def say(line: str) -> None:
     """Prints a line that is the program's, not the model's."""
     before, after = DIM if has_colours() else ("", "")
     print(f"{before}{line}{after}", flush=True)
-
-
-def _want_nothing(command: str, rest: str) -> None:
-    if rest:
-        raise UserError(f"{command}: want nothing behind it, got {shorten(rest)}")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 docs/metrics.md has the formulas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, combinations, takewhile
 from operator import eq
 from typing import Any
@@ -26,33 +26,32 @@ class Grid:
     """The answers of one method to one set at one temperature.
 
     Attributes:
-      answers: answers by repeat, seed and question.
+      answers: [repeats seeds questions] array of `Answer`; all repeats give the same texts.
     """
 
-    def __init__(self, answers: Sequence[Sequence[Sequence[Answer]]]) -> None:
-        self.answers = answers
+    def __init__(self, answers: Any) -> None:
+        self.answers = np.array(answers, object)
 
     def of(self, questions: Sequence[int]) -> "Grid":
         """Picks questions."""
-        return Grid([[[few[i] for i in questions] for few in seeds] for seeds in self.answers])
+        return Grid(self.answers[:, :, list(questions)])
 
-    def first(self) -> list[list[Answer]]:
-        """Answers of the first repeat by question and seed; later repeats give the same."""
-        return [list(seeds) for seeds in zip(*self.answers[0], strict=True)]
+    def count(self, number_of: Callable[[Answer], float]) -> np.ndarray:
+        """Numbers of every question [questions seeds] in the first repeat."""
+        return np.vectorize(number_of, [float])(self.answers[0].T)
 
     def seconds(self) -> np.ndarray:
         """Seconds of every question [questions seeds], the median over repeats."""
-        seconds = [[[one.seconds for one in few] for few in seeds] for seeds in self.answers]
+        seconds = np.vectorize(lambda one: one.seconds, [float])(self.answers)
         return np.median(seconds, axis=0).T
 
     def tokens(self) -> np.ndarray:
         """New tokens of every question [questions seeds]."""
-        return np.array([[len(one.output_ids) for one in few] for few in self.first()])
+        return self.count(lambda one: len(one.output_ids))
 
     def acceptance_lengths(self) -> np.ndarray:
         """Tokens per round of every question [questions seeds]; not a number without a round."""
-        lengths = [[_mean(one.accepted) for one in few] for few in self.first()]
-        return np.array(lengths)
+        return self.count(lambda one: np.mean(one.accepted) + 1 if one.accepted else np.nan)
 
 
 def make_grid(
@@ -86,10 +85,8 @@ def summarise_group(grids: dict[str, Grid], baseline: str) -> dict[str, Any]:
       Numbers by method, of `all` questions and of those `not_looping`; and comparisons of drafts on
       all questions and, where only some loop, on the others.
     """
-    looping = [
-        index for index, seeds in enumerate(grids[baseline].first()) if any(map(is_looping, seeds))
-    ]
-    every = list(range(len(grids[baseline].first())))
+    is_any_looping = grids[baseline].count(is_looping).any(axis=1)
+    looping, every = np.flatnonzero(is_any_looping).tolist(), list(range(len(is_any_looping)))
     groups = {"all": every, "not_looping": [i for i in every if i not in looping]}
     methods = {
         name: {
@@ -119,7 +116,8 @@ def summarise_group(grids: dict[str, Grid], baseline: str) -> dict[str, Any]:
 
 def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
     """Summarises the answers of one method."""
-    rows, lengths = grid.first(), grid.acceptance_lengths()
+    rows, lengths = grid.answers[0].T, grid.acceptance_lengths()
+    turns = [turn for answer in grid.answers.flat for turn in answer.turns]
     is_counted = ~np.isnan(lengths)
     accepted, offered = (
         [np.array([n for one in few for n in getattr(one, name)], int) for few in rows]
@@ -147,18 +145,18 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
             *(tokens, seconds, plain_tokens, plain_seconds),
         ),
         "first_token_milliseconds": _percentiles(
-            [1000 * turn.first_token_seconds for turn in _turns(grid)]
+            [1000 * turn.first_token_seconds for turn in turns]
         ),
         "token_milliseconds": _percentiles(
-            [1000 * turn.seconds / len(turn.output_ids) for turn in _turns(grid)]
+            [1000 * turn.seconds / len(turn.output_ids) for turn in turns]
         ),
         "rounds_by_accepted": np.bincount(np.concatenate(accepted)).tolist(),
-        "looping_share": float(np.mean([is_looping(one) for few in rows for one in few])),
+        "looping_share": float(grid.count(is_looping).mean()),
         "new_tokens": int(tokens.sum()),
         "seconds": float(seconds.sum()),
-        "answers": sum(map(len, rows)),
-        "equal_outputs": _count_equal(grid, baseline.first()),
-        "same_text": _share_before_difference(rows, baseline.first()),
+        "answers": rows.size,
+        "equal_outputs": _count_equal(grid, baseline),
+        "same_text": _share_before_difference(grid, baseline),
     }
 
 
@@ -188,8 +186,8 @@ def count_reaching(counts: Sequence[np.ndarray], depth: int) -> np.ndarray:
     return np.array([(one >= positions).sum(axis=1) for one in counts])
 
 
-def _count_whole_rounds(rows: list[list[Answer]]) -> tuple[np.ndarray, np.ndarray]:
-    """Counts tokens and rounds of each question, without the rounds that a limit can cut.
+def _count_whole_rounds(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Counts tokens and rounds of each question's row, without the rounds that a limit can cut.
 
     These begin at most D tokens before a text's end, where D is the deepest offered position. vLLM
     counts rounds whole: with a limit D lower, it counts just the others.
@@ -213,34 +211,17 @@ def _estimate_positions(part: np.ndarray, whole: np.ndarray) -> dict[str, Any]:
     return estimate(share, part[:, known], whole[:, known])
 
 
-def _turns(grid: Grid) -> list[Any]:
-    return [
-        turn for seeds in grid.answers for few in seeds for answer in few for turn in answer.turns
-    ]
-
-
-def _count_equal(grid: Grid, baseline: list[list[Answer]]) -> int:
+def _count_equal(grid: Grid, baseline: Grid) -> int:
     """Counts answers that equal the baseline's, token for token, in every repeat."""
-    expected = [[one.output_ids for one in few] for few in zip(*baseline, strict=True)]
-    equal = [
-        [
-            [one.output_ids == ids for one, ids in zip(few, expected_few, strict=True)]
-            for few, expected_few in zip(seeds, expected, strict=True)
-        ]
-        for seeds in grid.answers
-    ]
-    return int(np.all(equal, axis=0).sum())
+    is_equal = np.vectorize(lambda one, plain: one.output_ids == plain.output_ids, [bool])
+    return int(is_equal(grid.answers, baseline.answers[0]).all(axis=0).sum())
 
 
-def _share_before_difference(rows: list[list[Answer]], baseline: list[list[Answer]]) -> float:
+def _share_before_difference(grid: Grid, baseline: Grid) -> float:
     """Share of the baseline's tokens that stand before the first one that differs."""
-    pairs = [
-        (one.output_ids, plain.output_ids)
-        for few, expected in zip(rows, baseline, strict=True)
-        for one, plain in zip(few, expected, strict=True)
-    ]
-    same = [sum(takewhile(bool, map(eq, *pair))) for pair in pairs]
-    return sum(same) / sum(len(plain) for _, plain in pairs)
+    pairs = zip(grid.answers[0].flat, baseline.answers[0].flat, strict=True)
+    same = [sum(takewhile(bool, map(eq, a.output_ids, b.output_ids))) for a, b in pairs]
+    return sum(same) / float(baseline.tokens().sum())
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
@@ -248,23 +229,14 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     return {"p50": float(p50), "p90": float(p90)}
 
 
-def _mean(accepted: list[int]) -> float:
-    return float(np.mean(accepted)) + 1 if accepted else np.nan
-
-
 def show_example(
     engine: Engine, prompt: PreparedPrompt | None, answers: dict[str, Answer]
 ) -> dict[str, Any]:
-    """Splits the first answers to a question into what their tokens added, for the report.
-
-    Args:
-      engine: gives the tokenizer.
-      prompt: its first turn; without one, or without a tokenizer, there is nothing to show.
-      answers: answers by draft.
+    """Splits the answers of drafts to a question's first turn into what their tokens added.
 
     Returns:
       The text of the prompt, and of every answer (text, depth) per piece: the position that it was
-      drafted at, 0 for the target's own.
+      drafted at, 0 for the target's own. Nothing without a prompt or a tokenizer.
     """
     if engine.tokenizer is None or prompt is None:
         return {}
