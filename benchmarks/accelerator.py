@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.options import add_numbers, add_trees, make_parser, read_tree
+from benchmarks.options import TREE, add_numbers, make_parser, read_tree
 from benchmarks.random_pair import (
     FAMILIES,
     PLAIN,
@@ -354,7 +354,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quantise", nargs="*", choices=KINDS, default=list(KINDS))
     committed = [COMMITTED / name / "report.json" for name in ("accelerator", "accelerator_e3")]
     parser.add_argument("--baseline", nargs="*", type=Path, metavar="FILE", default=committed)
-    add_trees(parser, "6/10/60", "5/1/6")
+    trees = [read_tree("6/10/60"), read_tree("5/1/6")]
+    parser.add_argument("--trees", nargs="+", type=read_tree, default=trees, metavar=TREE)
     for name, default in {
         "contexts": [512, 4096, 16384], "batch-sizes": [8], "clients": [1, 16, 64],
     }.items():  # fmt: skip

@@ -1,4 +1,4 @@
-"""Options that benchmarks have: the report, trees, numbers."""
+"""Options that benchmarks have."""
 
 import argparse
 from collections.abc import Mapping
@@ -32,12 +32,6 @@ def report_folder(text: str) -> Path:
     folder = Path(text)
     check_output(folder, overwrite=True)
     return folder
-
-
-def add_trees(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Adds --trees; `names` are the default."""
-    parser.add_argument("--trees", nargs="+", type=read_tree, metavar=TREE,
-                        default=[read_tree(name) for name in names])  # fmt: skip
 
 
 def read_tree(text: str) -> TreeConfig:

@@ -124,11 +124,7 @@ class Run(NamedTuple):
 
 
 def study(config: StudyConfig, *, num_jobs: int = 1) -> dict[str, Any]:
-    """Trains and benchmarks what is missing, and compares.
-
-    Args:
-      config: what is compared.
-      num_jobs: number of runs that train side by side.
+    """Trains what is missing, `num_jobs` runs side by side, benchmarks it, and compares.
 
     Raises:
       UserError: bad input, or a run that failed.
@@ -181,8 +177,6 @@ def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
     """Trains one draft in a new process, or resumes it.
 
     Args:
-      config: the study.
-      run: the draft.
       is_alone: show its progress, and let it take the memory of a GPU from the beginning.
 
     Raises:
@@ -297,7 +291,6 @@ def compare_held_out(
     """Compares variants on the held-out texts of training.
 
     Args:
-      config: the study.
       last: metrics of every run's last validation.
       batches: the same of every batch of its rows, or nothing: then nothing is tested.
 

@@ -74,16 +74,13 @@ def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> l
     """Lists products of a weight that are multiplied and summed element by element.
 
     The TPU compiler does this for a product with one row. It takes four times as long as eight
-    rows on the matrix unit.
-
-    Args:
-      weights: shapes of the weights on a device.
+    rows on the matrix unit. Shapes of weights are those on a device.
     """
-    known = {_sides_of(shape) for shape in weights}
+    known = {_sides(shape) for shape in weights}
 
     def is_one(place: Place) -> bool:
         taken = program.operand_shapes(place)
-        return place.op.kind == "reduce" and any(_sides(shape) in known for shape in taken)
+        return place.op.kind == "reduce" and any(_sides(shape.dims) in known for shape in taken)
 
     return [
         place for place in program.kernels() if any(is_one(one) for one in program.inside(place))
@@ -91,15 +88,11 @@ def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> l
 
 
 def copies_of(program: Program, shapes: Collection[tuple[int, ...]]) -> list[Place]:
-    """Lists kernels that rewrite a whole weight or cache, alone or joined with other rows.
-
-    Args:
-      shapes: dimensions of weights and caches, on a device.
-    """
-    known = {_sides_of(shape) for shape in shapes}
+    """Lists kernels that rewrite a whole weight or cache of these shapes, maybe with other rows."""
+    known = {_sides(shape) for shape in shapes}
 
     def is_one(place: Place) -> bool:
-        taken = [shape for shape in _kept(program, place) if _sides(shape) in known]
+        taken = [shape for shape in _kept(program, place) if _sides(shape.dims) in known]
         written = _written_bytes(program, place)
         return any(shape.nbytes <= written for shape in taken)
 
@@ -120,12 +113,7 @@ def count_kernels(program: Program, root: str | None = None) -> dict[str, int]:
 
 
 def scope_of(path: str, depth: int = 2) -> str:
-    """The named scopes of a traced operation, without what JAX and Flax add; `-` if there are none.
-
-    Args:
-      path: an `Op.path`.
-      depth: most scopes.
-    """
+    """At most `depth` scopes of an `Op.path`, without what JAX and Flax add; `-` if none."""
     parts = [part for part in path.split("/")[:-1] if not _ADDED.fullmatch(part)]
     scopes = itertools.takewhile(re.compile(r"[a-z_]+\d*").fullmatch, parts)
     return "/".join([*scopes][:depth]) or "-"
@@ -138,11 +126,6 @@ def cycles_by(program: Program, key: str = "scope", root: str | None = None) -> 
         name = scope_of(place.op.path) if key == "scope" else program.source(place.op)
         totals[name] += place.op.cycles * place.times
     return dict(totals.most_common())
-
-
-def total_cycles(program: Program, root: str | None = None) -> int:
-    """Expected cycles of all kernels."""
-    return sum(place.op.cycles * place.times for place in program.kernels(root))
 
 
 def moved_bytes(program: Program, place: Place) -> int:
@@ -241,11 +224,7 @@ def _main(shapes: Sequence[Shape], *, everywhere: bool = False) -> int:
     return sum(shape.nbytes for shape in shapes if everywhere or shape.space == 0)
 
 
-def _sides(shape: Shape) -> tuple[int, ...]:
-    return _sides_of(shape.dims)
-
-
-def _sides_of(dims: Sequence[int]) -> tuple[int, ...]:
+def _sides(dims: Sequence[int]) -> tuple[int, ...]:
     """Dimensions in ascending order, without any of size 1."""
     return tuple(sorted(size for size in dims if size > 1))
 

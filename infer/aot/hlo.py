@@ -54,10 +54,7 @@ class Shape(NamedTuple):
     @property
     def bits(self) -> int:
         """Bits per element."""
-        if self.dtype in _BITS:
-            return _BITS[self.dtype]
-        found = re.search(r"\d+", self.dtype)
-        return int(found[0]) if found else 8
+        return _BITS.get(self.dtype, int(_find(r"(\d+)", self.dtype) or 8))
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -96,32 +93,28 @@ class Op:
     @property
     def cycles(self) -> int:
         """Cycles that the TPU compiler expects; 0 where it says nothing, as for sorts."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
-        return int(found[1]) if found else 0
+        return int(_find(r'"estimated_cycles":"(\d+)"', self.rest) or 0)
 
     @property
     def path(self) -> str:
         """Named scopes and the traced operation, such as `jit(run_round)/verify/dot_general`."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        return _find(r'op_name="([^"]*)"', self.rest)
 
     @property
     def target(self) -> str:
         """Name of the function that a custom call calls."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        return _find(r'custom_call_target="([^"]*)"', self.rest)
 
     @cached_property
     def calls(self) -> tuple[str, ...]:
         """Names of the computations it names."""
         names = re.findall(rf"(?:{'|'.join(_CALLS)})=%?([\w.\-]+)", self.rest)
-        branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
-        return (*names, *re.findall(r"%?([\w.\-]+)", branches[1] if branches else ""))
+        branches = _find(r"branch_computations=\{([^}]*)\}", self.rest)
+        return (*names, *re.findall(r"%?([\w.\-]+)", branches))
 
     def calls_as(self, role: str) -> str:
         """Name of the computation it calls as `body`, `condition` and so on; empty if none."""
-        found = re.search(rf"\b{role}=%?([\w.\-]+)", self.rest)
-        return found[1] if found else ""
+        return _find(rf"\b{role}=%?([\w.\-]+)", self.rest)
 
 
 class Place(NamedTuple):
@@ -133,7 +126,7 @@ class Place(NamedTuple):
 
 
 class Program:
-    """A compiled program.
+    """A compiled program, read from the text that `compiled.as_text()` returns.
 
     Attributes:
       computations: instructions by name, per computation.
@@ -142,12 +135,7 @@ class Program:
     """
 
     def __init__(self, text: str, *, trips: int = 1, used: tuple[int, int] = (1, 1)) -> None:
-        """Reads the text that `compiled.as_text()` returns.
-
-        Args:
-          trips: how often a loop of unknown length runs.
-          used: see above.
-        """
+        """Reads a text, in which loops of unknown length run `trips` times."""
         self._trips = trips
         self.used = used
         self.computations: dict[str, dict[str, Op]] = {}
@@ -165,11 +153,7 @@ class Program:
             raise ValueError("want the text of a compiled program, got none with an entry")
 
     def kernels(self, root: str | None = None) -> Iterator[Place]:
-        """Lists what the device runs by itself.
-
-        Args:
-          root: computation to begin with; None: the entry.
-        """
+        """Lists what the device runs by itself from a computation on; None: from the entry."""
         for name, times in self._reached(root or self.entry).items():
             for op in self.computations[name].values():
                 if op.kind not in FREE and not (op.kind in _CONTROL and op.calls):
@@ -205,9 +189,8 @@ class Program:
 
     def source(self, op: Op) -> str:
         """Line of the source that an operation comes from, `file:line`; empty if unknown."""
-        found = re.search(r"stack_frame_id=(\d+)", op.rest)
-        if found:
-            return self._frames.get(int(found[1]), "")
+        if frame := _find(r"stack_frame_id=(\d+)", op.rest):
+            return self._frames.get(int(frame), "")
         found = re.search(r'source_file="([^"]*)" source_line=(\d+)', op.rest)
         return f"{found[1]}:{found[2]}" if found else ""
 
@@ -223,8 +206,8 @@ class Program:
         return found
 
     def _times(self, op: Op) -> int:
-        known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.rest)
-        return int(known[1]) if known else self._trips if op.kind == "while" else 1
+        known = _find(r'"known_trip_count":\{"n":"(\d+)"\}', op.rest)
+        return int(known) if known else self._trips if op.kind == "while" else 1
 
 
 def _read_op(line: str) -> Op | None:
@@ -264,12 +247,10 @@ def _closing(text: str, begin: int) -> int:
 
 def _read_shapes(text: str) -> Iterator[Shape]:
     for dtype, dims, order, tiles in _ARRAY.findall(text):
-        space = re.search(r"S\((\d+)\)", tiles)
         sizes = tuple(int(size) for size in dims.split(",") if size)
         axes = tuple(int(axis) for axis in order.split(",") if axis)
-        yield Shape(
-            dtype, sizes, axes or tuple(range(len(sizes)))[::-1], int(space[1] if space else 0)
-        )
+        space = int(_find(r"S\((\d+)\)", tiles) or 0)
+        yield Shape(dtype, sizes, axes or tuple(range(len(sizes)))[::-1], space)
 
 
 def _read_frames(text: str) -> dict[int, str]:
@@ -302,5 +283,10 @@ def _with_caller(frames: Mapping[int, tuple[str, int]], number: int) -> str:
 
 
 def _section(text: str, name: str) -> str:
-    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
+    return _find(rf"(?ms)^{name}\n(.*?)\n\n", text)
+
+
+def _find(pattern: str, text: str) -> str:
+    """The first group of the first match; empty if there is none."""
+    found = re.search(pattern, text)
     return found[1] if found else ""

@@ -92,9 +92,9 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
     }
     if device.name in _CLOCKS_GHZ:
         per_ms = _CLOCKS_GHZ[device.name] * 1e6
-        report["estimated_ms"] = findings.total_cycles(program, loop) / per_ms
         for key in ("scope", "source"):
             cycles = findings.cycles_by(program, key, loop)
+            report["estimated_ms"] = sum(cycles.values()) / per_ms
             report[f"estimated_ms_by_{key}"] = {k: v / per_ms for k, v in cycles.items() if v}
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     weights, caches = weight_shapes(plan), cache_shapes(plan, decode)

@@ -62,10 +62,7 @@ def run(config: BenchConfig, *, from_scratch: bool) -> None:
 def bench(
     config: BenchConfig, *, from_scratch: bool = False
 ) -> tuple[dict[str, Any], list[Answer]]:
-    """Runs the comparison, or the part that the folder `config.output` still lacks.
-
-    Args:
-      from_scratch: drop the answers that the folder holds.
+    """Runs the comparison, or unless from scratch the part that the folder `output` still lacks.
 
     Returns:
       The report, JSON-compatible (see docs/bench.md), and all answers.
@@ -89,11 +86,9 @@ def bench(
         for decoder in (*decoders[number % len(decoders) :], *decoders[: number % len(decoders)])
         for index in batch
     ]
-    at_work = {key.method for key in journal.missing(keys)} | {
-        decoder.name for decoder in decoders if decoder.name not in journal.methods
-    }
+    known = journal.methods.keys() - {key.method for key in journal.missing(keys)}
     every = [one for few in dialogues.values() for one in few]
-    for decoder in tqdm([one for one in decoders if one.name in at_work], desc="compile"):
+    for decoder in tqdm([one for one in decoders if one.name not in known], desc="compile"):
         decoder.compile(every, batch_size=config.batch_size)
     by_depth = {"drift": study(config.by_depth)} if config.drift else {}
     _answer_missing(config, keys, decoders, sets, dialogues, journal)
@@ -197,16 +192,8 @@ def _summarise(
     engine = decoders[0].engine
     for (name, temperature), group in groupby(dialogues, lambda cell: cell[:2]):
         cells = list(group)
-        grids = {
-            decoder.name: make_grid(
-                journal.answers,
-                cells,
-                decoder.name,
-                repeats=config.repeats,
-                num_questions=len(dialogues[cells[0]]),
-            )
-            for decoder in decoders
-        }
+        sizes = {"repeats": config.repeats, "num_questions": len(dialogues[cells[0]])}
+        grids = {one.name: make_grid(journal.answers, cells, one.name, **sizes) for one in decoders}
         shown = {
             decoder.name: journal.answers[Key(cells[0], 0, decoder.name, 0)]
             for decoder in decoders[1:]

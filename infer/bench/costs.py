@@ -27,14 +27,9 @@ from poss_jax.model.target import compute_dtype
 
 @dataclass(frozen=True)
 class Device:
-    """Rates and memory of one device.
+    """Bandwidth and size of a device's memory, and its rate of dense matrix products.
 
-    Attributes:
-      name: name of the device.
-      bytes_per_second: bandwidth of its memory.
-      flops_per_second: matrix products of the dtype that decoding computes in, dense (bfloat16; of
-        a CPU float32).
-      memory_bytes: size of its memory.
+    The rate is of the dtype that decoding computes in: bfloat16, on a CPU float32.
     """
 
     name: str
@@ -117,11 +112,7 @@ def stored_in(work: Workload, each: float) -> Workload:
 def describe_workload(
     weights: Weights, config: DecodeConfig, *, batch: int, context: int
 ) -> Workload:
-    """Describes a way of decoding, with the bytes per weight that its arrays really have.
-
-    Args:
-      context: committed tokens of each.
-    """
+    """Describes a way of decoding, with the bytes per weight that its arrays really have."""
     target = config.target
     arrays = weights.target["layers"], weights.target["head"]
     size = target.num_layers * _layer_weights(target) + target.vocab_size * target.hidden_size
@@ -151,11 +142,7 @@ def describe_workload(
 
 
 def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
-    """Costs of the prompt and of a round's phases by name.
-
-    Args:
-      work: what is decoded.
-      prompt_tokens: length of the prompts.
+    """Costs of prompts of that length and of a round's phases, by name.
 
     Returns:
       `prefill`, `draft/level0`, `draft/level1`, ..., all levels as `draft`, `verify`, `accept`,
@@ -288,8 +275,7 @@ def commit(work: Workload) -> Cost:
 def _draft_context(work: Workload) -> int:
     """Context rows that a draft attends."""
     draft = _draft_of(work)
-    window = work.context if draft.window is None else draft.num_sinks + draft.window
-    return min(work.context, window)
+    return min(work.context, draft.num_sinks + (draft.window or work.context))
 
 
 def _target_pass(work: Workload, num_rows: int) -> Cost:

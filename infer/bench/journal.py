@@ -122,13 +122,12 @@ class Journal:
     def __init__(
         self, folder: Path | None, settings: dict[str, Any], *, from_scratch: bool = False
     ) -> None:
-        """Opens a folder; resumes if it holds answers of the same settings.
+        """Opens a folder; unless from scratch, resumes if it holds answers of the same settings.
 
         Args:
           folder: where the journal is kept; None keeps it in memory only.
           settings: what decides the answers, JSON-compatible. A mapping, such as the drafts, may
             gain and lose names, but a name that was measured keeps its value.
-          from_scratch: drop the answers that the folder holds.
 
         Raises:
           UserError: the folder holds a run of other settings, or a damaged file.

@@ -45,8 +45,6 @@ class Decoder:
     """A way to decode, and its row in the table.
 
     Attributes:
-      name: name in the table.
-      engine: the engine that decodes.
       compile_seconds: seconds of compiling, including the runs it takes.
       first_token_seconds: seconds from a prompt to its first token: `cold`, the engine's first
         call, and `warm`, the median of later ones.
@@ -61,10 +59,6 @@ class Decoder:
         """Compiles the programs of all rooms that dialogues can need, and runs a round of each.
 
         Times the first prompt's first token before that (cold) and after it (warm).
-
-        Args:
-          dialogues: checked dialogues.
-          batch_size: number of dialogues that are answered together.
         """
         first = next(one.prompt for one in dialogues if one.prompt is not None)
         started = time.monotonic()
@@ -160,12 +154,9 @@ class Timed(NamedTuple):
 def play(
     engine: Engine, dialogues: Sequence[Dialogue], *, batch_size: int = 1
 ) -> list[list[Timed]]:
-    """Answers every turn of questions, and times each.
+    """Answers every turn of questions, which are not changed, and times each.
 
-    Args:
-      dialogues: the questions; they are not changed.
-      batch_size: number of questions that are answered together; the seconds of a batch are shared
-        out equally among its answers.
+    Questions of a batch are answered together, and its seconds are shared equally among answers.
 
     Returns:
       Answers by question and turn.

@@ -90,14 +90,8 @@ def _group_table(group: dict[str, Any], part: str, *, sampled: set[str]) -> list
 
 
 def _times_table(rows: dict[str, Any]) -> list[str]:
-    head = [
-        "method",
-        "accepted at positions 1, 2, ...",
-        "first token ms",
-        "p90",
-        "ms per token",
-        "p90",
-    ]
+    head = ["method", "accepted at positions 1, 2, ..."]
+    head += ["first token ms", "p90", "ms per token", "p90"]
     table = [
         [
             name,
@@ -230,10 +224,10 @@ def show_report(
     write: Callable[[Path], None] | None = None,
     plot: Callable[[Path], None] | None = None,
 ) -> None:
-    """Prints the table, or for people its brief form, and for programs a line of JSON.
+    """Prints a report as a table, or for people its brief form, and for programs a line of JSON.
 
     Args:
-      table: the same as Markdown.
+      table: the report as Markdown.
       folder: folder to write both to; None writes nothing.
       brief: text for a terminal; None: the table.
       write: writes more files to the folder.
@@ -325,17 +319,13 @@ def _format_group(group: dict[str, Any], compared: set[str]) -> list[str]:
         row = entry["all"]
         equal = f"{row['equal_outputs']} of {row['answers']}" if name in compared else ""
         speed = f"{row['tokens_per_second']['value']:.1f}"
-        rows.append([name, _number(row["acceptance_length"]), speed, _ranged(row), equal])
+        length = format_estimate(row["acceptance_length"] | {"low": None})
+        rows.append([name, length, speed, _ranged(row["speed_up"]), equal])
     about = f"{group['set']}, temperature {group['temperature']:g}, {group['questions']} questions"
     return [about, *align(head, rows)]
 
 
-def _number(estimate: dict[str, Any]) -> str:
-    return "" if estimate["value"] is None else f"{estimate['value']:.2f}"
-
-
-def _ranged(row: dict[str, Any]) -> str:
-    """Speed-up with its interval."""
-    ratio = row["speed_up"]
-    ends = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
-    return f"{_number(ratio)}{ends}"
+def _ranged(number: dict[str, Any]) -> str:
+    """A number with its interval."""
+    ends = "" if number["low"] is None else f" ({number['low']:.2f} to {number['high']:.2f})"
+    return f"{format_estimate(number | {'low': None})}{ends}"

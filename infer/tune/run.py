@@ -51,7 +51,7 @@ def autotune(
             f"--batch-sizes: want at most the number of prompts, {len(prompts)}, got "
             f"{max(batch_sizes)}; raise num_prompts"
         )
-    report: dict[str, Any] = {"drafts": {}, "files": {}}
+    found = {}
     for name, engines in tried.items():
         tuned = {
             file: tune(engine, prompts, batch_sizes, repeats=config.repeats)
@@ -60,10 +60,9 @@ def autotune(
         best = max(tuned, key=lambda file: _gain(tuned[file]))
         _write_tuned(places[name], config.drafts[name], tuned[best], best, config)
         for file, entry in tuned.items():
-            label = name if file == config.draft_vocabulary else f"{name}, {file}"
-            report["drafts"][label] = entry
-        report["files"][name] = str(places[name])
-    print(_format_tuning(report))
+            found[name if file == config.draft_vocabulary else f"{name}, {file}"] = entry
+    report = {"drafts": found, "files": {name: str(places[name]) for name in tried}}
+    print(_format_tuning(found))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
     print_summary(with_provenance(report, config), "")
 
@@ -121,12 +120,12 @@ def _write_tuned(
     write_tuned(path, trees, record, about=about, comments=comments, mesh=mesh)
 
 
-def _format_tuning(report: dict[str, Any]) -> str:
-    """The report as a table, the best tree of every batch size in bold."""
+def _format_tuning(drafts: dict[str, dict[int, dict[str, Any]]]) -> str:
+    """Lays out all trees that were measured, the best of every batch size in bold."""
     head = ["draft", "batch size", "tree", "predicted tokens/s", "tokens/s", "ratio to no draft"]
     head += ["predicted acceptance length", "acceptance length"]
     table = []
-    for name, sizes in report["drafts"].items():
+    for name, sizes in drafts.items():
         for size, entry in sizes.items():
             fastest = max(entry["methods"].values(), key=lambda row: row["ratio"])
             for tree, row in entry["methods"].items():
