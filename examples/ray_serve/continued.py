@@ -30,11 +30,9 @@ class Died(Exception):
 
 
 class Settings(NamedTuple):
-    """Settings of the proxy.
+    """Settings of the proxy; limits of answers are the servers'.
 
     Attributes:
-      max_new_tokens: limit of answers to requests without one, as the servers have it.
-      timeout_seconds: longest time for an answer, as the servers have it.
       patience: seconds that a broken stream waits for a server with room.
     """
 
@@ -48,7 +46,6 @@ class Choice:
     """The delivered part of one choice.
 
     Attributes:
-      prompt_ids: tokens of its prompt.
       next_offset: characters before the next token, as log-probabilities count them.
       ids: tokens delivered.
       is_finished: the client has its end.

@@ -21,15 +21,7 @@ class GivenUp(Exception):
 
 
 class Call(NamedTuple):
-    """A request to an upstream.
-
-    Attributes:
-      method: HTTP method.
-      path: path and query.
-      content: body.
-      headers: those that upstreams see.
-      silence: most seconds without a byte, after which the upstream counts as dead.
-    """
+    """A request to an upstream, which counts as dead after `silence` seconds without a byte."""
 
     method: str
     path: str

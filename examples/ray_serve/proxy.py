@@ -61,13 +61,7 @@ def create_proxy(
     *,
     allowed_hosts: Sequence[str] = (),
 ) -> Guard:
-    """Makes the ASGI application.
-
-    Args:
-      urls: addresses of the upstreams.
-      settings: settings.
-      allowed_hosts: see `Guard`.
-    """
+    """Makes the ASGI application in front of upstreams; `allowed_hosts` are `Guard`'s."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -86,6 +80,9 @@ def create_proxy(
         is_ready = request.app.state.pool.is_ready
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
+    async def fetch(pool: Pool, call: Call) -> Response:
+        return plain(await pool.fetch(call))
+
     async def forward(request: Request) -> Response:
         pool, path = request.app.state.pool, request.url.path
         headers = {key: request.headers[key] for key in _PASSED if key in request.headers}
@@ -100,9 +97,6 @@ def create_proxy(
         except GivenUp as error:
             told = ApiError(503, str(error))
             return JSONResponse(told.body(), told.status, {"retry-after": "1"})
-
-    async def fetch(pool: Pool, call: Call) -> Response:
-        return plain(await pool.fetch(call))
 
     routes = [Route("/health", health), Route("/ready", ready)]
     for path in ("/", "/version", "/tokenize", "/v1/{rest:path}"):
@@ -145,15 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=defaults.max_new_tokens, help="as the servers have it"
-    )
-    parser.add_argument(
-        "--timeout-seconds",
-        type=float,
-        default=defaults.timeout_seconds,
-        help="as the servers have it",
-    )
+    for name in ("max_new_tokens", "timeout_seconds"):
+        value, flag = getattr(defaults, name), f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(value), default=value, help="as the servers have it")
     parser.add_argument(
         "--allowed-host", action="append", default=[], help="name it is reached by; '*': any"
     )
