@@ -12,6 +12,7 @@ are skipped.
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,10 @@ def cells_of(name: str, program: str, report: dict[str, Any]) -> list[Any]:
     return cells + [f"{found[key]['bytes'] / 1e6:.1f}" for key in ("relayouts", "collectives")]
 
 
-def table(known: dict[str, Any]) -> str:
-    """All rows as Markdown."""
-    rows = []
-    for config, device, changes, programs in ROWS:
-        for program in programs:
-            report = known.get(key_of(config, device, changes, program))
-            if report is not None:
-                rows.append(cells_of(config, program, report))
-    return "\n".join(format_rows(COLUMNS, rows))
+def list_rows() -> Iterator[tuple[str, str, list[str], str]]:
+    """Config, device, changes and program of every row."""
+    for *row, programs in ROWS:
+        yield from ((*row, program) for program in programs)
 
 
 def key_of(config: str, device: str, changes: list[str], program: str) -> str:
@@ -98,21 +94,23 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "report.json"
     known = json.loads(path.read_text()) if path.exists() else {}
-    for config, device, changes, programs in ROWS:
-        for program in programs:
-            key = key_of(config, device, changes, program)
-            if key.startswith(args.only or "") and (args.again or key not in known):
-                report = measure(config, device, changes, program)
-                known = json.loads(path.read_text()) if path.exists() else {}
-                known[key] = report
-                path.write_text(json.dumps(known, indent=1) + "\n")
-                write_table(known, args.output)
+    for row in list_rows():
+        key = key_of(*row)
+        if key.startswith(args.only or "") and (args.again or key not in known):
+            report = measure(*row)
+            known = json.loads(path.read_text()) if path.exists() else {}
+            known[key] = report
+            path.write_text(json.dumps(known, indent=1) + "\n")
+            write_table(known, args.output)
     write_table(known, args.output)
 
 
 def write_table(known: dict[str, Any], folder: Path) -> None:
+    """Writes all rows as Markdown."""
+    rows = [(row, known.get(key_of(*row))) for row in list_rows()]
+    table = format_rows(COLUMNS, [cells_of(row[0], row[-1], one) for row, one in rows if one])
     title = "# Decoding on devices that were not there, per device, as their compilers plan it\n"
-    (folder / "report.md").write_text(f"{title}\n{table(known)}\n")
+    (folder / "report.md").write_text("\n".join([title, *table]) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.paths import is_uri
 from poss_jax.engine.device import default_dtype, device_memory
 from poss_jax.shapes import Array
@@ -131,6 +132,4 @@ def keep(roofline: Roofline) -> None:
     kept = read_kept() | {roofline.device.name: dataclasses.asdict(roofline)}
     with suppress(OSError):  # a folder that may not be written to
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(kept, indent=2) + "\n")
-        temporary.replace(file)
+        write_file(file, json.dumps(kept, indent=2) + "\n")

@@ -11,10 +11,10 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
-from poss_jax.checkpoint.record import ModelRecord, provenance
+from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.bench import DesignConfig, DriftConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.data.conversations import Tokens
 from poss_jax.data.rows import Rows, make_rows
@@ -31,7 +31,7 @@ from poss_jax.shapes import Params
 from ..bench.costs import DEVICES, Workload, cost_card, floors, stored_in
 from ..bench.measure import Decoder, load_decoders, play
 from ..bench.questions import read_questions
-from ..bench.report import open_output, show_report
+from ..bench.report import open_output, show_report, with_provenance
 from ..bench.statistics import compare, estimate, estimate_mean, share
 from ..bench.summary import LOOPING_BELOW, count_reaching, distinct_ngram_share
 from .report import format_brief, format_report, plot_report
@@ -97,7 +97,7 @@ def study(config: DriftConfig) -> dict[str, Any]:
             numbers = drafts[name]["by_depth"]
             drafts[name]["design"] = propose(config.design, followed.config, record.llama, numbers)
     lengths = {name: _lengths(answers) for name, answers in decoded.items()}
-    return {
+    report = {
         "prompts": len(texts),
         "looping_prompts": looping,
         "max_new_tokens": config.max_new_tokens,
@@ -107,9 +107,8 @@ def study(config: DriftConfig) -> dict[str, Any]:
             {"drafts": pair, **compare(*(lengths[name] for name in pair))}
             for pair in combinations(config.drafts, 2)
         ],
-        "config": config_to_dict(config),
-        "provenance": provenance(),
     }
+    return with_provenance(report, config)
 
 
 def decode(config: DriftConfig) -> tuple[Answers, list[int], dict[str, Answers]]:
