@@ -138,7 +138,10 @@ def answer_prompts(config: GenerateConfig) -> None:
     dialogues = read_dialogues(records, config.sampling, config.max_new_tokens)
     if any({"messages", "turns"} & record.keys() for record in records):
         start_renderer()
-    engine = _load_engine(config)
+    with waiting("loading the models ..."):
+        engine = load_engine(config)
+    if config.stream and engine.tokenizer is None:
+        raise UserError("--stream shows text, but this target has no tokenizer; leave it out")
     check_dialogues(engine, dialogues)
     engine.check_stop(config.stop, config.max_new_tokens)
     started, interruption = time.monotonic(), None
@@ -206,11 +209,3 @@ def _describe(summary: dict[str, Any]) -> str:
         f"compilation included; {summary['mean_acceptance_length']:.2f} tokens per pass"
     )
     return line + (f"; answers: {summary['output']}" if summary["output"] else "")
-
-
-@waiting("loading the models ...")
-def _load_engine(config: GenerateConfig) -> Engine:
-    engine = load_engine(config)
-    if config.stream and engine.tokenizer is None:
-        raise UserError("--stream shows text, but this target has no tokenizer; leave it out")
-    return engine

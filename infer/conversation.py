@@ -29,13 +29,9 @@ _HISTORY_LINES = 1000
 
 
 class Answered(NamedTuple):
-    """An answer that was shown.
+    """An answer that was shown, and the seconds until its last word; Ctrl-C may have ended it.
 
-    Attributes:
-      prompt: the prompt.
-      chunks: its rounds; the first is the token that the prompt alone gives.
-      seconds: time from the question to the last word.
-      is_stopped: Ctrl-C ended it.
+    The first of its chunks is the token that the prompt alone gives, the others are rounds.
     """
 
     prompt: PreparedPrompt

@@ -164,16 +164,10 @@ def find_overlong(setting: Setting, answers: Sequence[Generation]) -> list[dict[
 
 
 class Scores(NamedTuple):
-    """Scores that chose a token: it is the argmax of `filtered + noise`.
+    """Scores that chose a token: it is the argmax of `filtered + noise`."""
 
-    Attributes:
-      plain: scores before top-k, top-p and min-p.
-      filtered: scores after them.
-      noise: noise of the position.
-    """
-
-    plain: Any  # [V]
-    filtered: Any  # [V]
+    plain: Any  # [V] before top-k, top-p and min-p
+    filtered: Any  # [V] after them
     noise: Any  # [V]
 
 

@@ -28,19 +28,12 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(:[^}]*)?\})?")
 
 
 class Shape(NamedTuple):
-    """Type of an array: name of its dtype, dimensions, and their order in memory.
+    """Type of an array: name of its dtype, dimensions, and their order in memory."""
 
-    Attributes:
-      dtype: such as `bf16`.
-      dims: sizes.
-      order: dimensions from the fastest to the slowest, without tiles.
-      space: number of the memory it lies in; 0 is the device's main memory.
-    """
-
-    dtype: str
+    dtype: str  # such as `bf16`
     dims: tuple[int, ...]
-    order: tuple[int, ...]
-    space: int
+    order: tuple[int, ...]  # dimensions from the fastest to the slowest, without tiles
+    space: int  # number of the memory it lies in; 0 is the device's main memory
 
     @property
     def size(self) -> int:
@@ -67,23 +60,14 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """One instruction.
-
-    Attributes:
-      name: its name in the program.
-      kind: the operation, such as `fusion`.
-      shapes: what it returns, a shape per array.
-      operands: names of what it takes, in the same computation.
-      rest: attributes, as text.
-      is_root: True if its result is its computation's result.
-    """
+    """One instruction."""
 
     name: str
-    kind: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    rest: str
-    is_root: bool
+    kind: str  # such as `fusion`
+    shapes: tuple[Shape, ...]  # what it returns, a shape per array
+    operands: tuple[str, ...]  # names of what it takes, in the same computation
+    rest: str  # attributes, as text
+    is_root: bool  # its result is its computation's result
 
     @property
     def nbytes(self) -> int:

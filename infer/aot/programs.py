@@ -34,21 +34,13 @@ from .config import AheadConfig
 
 
 class Plan(NamedTuple):
-    """Everything that is compiled: models, request and devices.
+    """Everything that is compiled: models, request and devices."""
 
-    Attributes:
-      weights: shapes of both models, placed.
-      decode: static settings; its draft is None without one.
-      request: shapes of a batch.
-      mesh: devices.
-      work: the same for counting floors.
-    """
-
-    weights: Weights
+    weights: Weights  # shapes of both models, placed
     decode: DecodeConfig
-    request: Request
+    request: Request  # shapes of a batch
     mesh: Mesh
-    work: costs.Workload
+    work: costs.Workload  # the same for counting floors
 
     @property
     def vocabulary(self) -> int:
@@ -88,17 +80,11 @@ class Plan(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A compiled program.
-
-    Attributes:
-      program: the program.
-      text: its optimised HLO.
-      seconds: what tracing and compiling took, by the clock and of all cores together.
-    """
+    """A compiled program."""
 
     program: jax.stages.Compiled
-    text: str
-    seconds: tuple[float, float]
+    text: str  # its optimised HLO
+    seconds: tuple[float, float]  # tracing and compiling, by the clock and of all cores together
 
 
 def plan(config: AheadConfig, mesh: Mesh) -> Plan:
@@ -126,11 +112,10 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         batch=config.batch_size,
         context=config.context,
         draft_vocabulary=num_tokens,
-        target_bytes=1 if kind else dtype.itemsize,
-        specialist_bytes=1 if kind else dtype.itemsize,
-        draft_bytes=dtype.itemsize,
-        cache_bytes=dtype.itemsize,
     )
+    work = costs.stored_in(work, dtype.itemsize)
+    if kind:
+        work = replace(work, target_bytes=1, specialist_bytes=1)
     return Plan(weights, decode, _request(config, decode, mesh), mesh, work)
 
 

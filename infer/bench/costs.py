@@ -75,30 +75,17 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One way of decoding, whose phases are counted.
-
-    Attributes:
-      target: shape of the target.
-      draft: shape of the draft; None decodes autoregressively.
-      tree: size of the draft tree.
-      batch: number of sequences.
-      context: committed tokens of each sequence.
-      draft_vocabulary: tokens that the draft may propose; None: all of its head.
-      target_bytes: bytes per weight of the target's layers and head (1 if they are quantised).
-      specialist_bytes: bytes per weight of the specialists' layers.
-      draft_bytes: bytes per weight of the draft's other matrices.
-      cache_bytes: bytes per number of caches.
-    """
+    """One way of decoding, whose phases are counted; bytes are per weight, of caches per number."""
 
     target: LlamaConfig
-    draft: DraftConfig | None = None
+    draft: DraftConfig | None = None  # None decodes autoregressively
     tree: TreeConfig = ACCELERATOR_TREE
-    batch: int = 1
-    context: int = 0
-    draft_vocabulary: int | None = None
-    target_bytes: float = 4.0
-    specialist_bytes: float = 4.0
-    draft_bytes: float = 4.0
+    batch: int = 1  # sequences
+    context: int = 0  # committed tokens of each
+    draft_vocabulary: int | None = None  # tokens that the draft may propose; None: all of its head
+    target_bytes: float = 4.0  # of its layers and head; 1 if they are quantised
+    specialist_bytes: float = 4.0  # of the specialists' layers
+    draft_bytes: float = 4.0  # of the draft's other matrices
     cache_bytes: float = 4.0
 
 

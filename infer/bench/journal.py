@@ -31,38 +31,23 @@ class Cell(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Place of an answer in a benchmark.
-
-    Attributes:
-      repeat: number of the timed pass, from 0.
-      method: name of the draft, or of the baseline.
-      question: place of the question in its set, from 0.
-    """
+    """Place of an answer in a benchmark."""
 
     cell: Cell
-    repeat: int
-    method: str
-    question: int
+    repeat: int  # number of the timed pass, from 0
+    method: str  # name of the draft, or of the baseline
+    question: int  # place in its set, from 0
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The answer to one turn of a question.
+    """The answer to one turn of a question; seconds count from the prompt on the device."""
 
-    Attributes:
-      text: its text, without the stop token; "" without a tokenizer.
-      output_ids: its tokens, the stop token included.
-      accepted: accepted drafted tokens of every round, bonus token not counted.
-      offered: deepest position that the tree offered on the accepted path, per round.
-      seconds: from the prompt on the device to the finished answer.
-      first_token_seconds: from the prompt on the device to the first token.
-    """
-
-    text: str
-    output_ids: list[int]
-    accepted: list[int]
-    offered: list[int]
-    seconds: float
+    text: str  # without the stop token; "" without a tokenizer
+    output_ids: list[int]  # the stop token included
+    accepted: list[int]  # drafted tokens of every round, bonus token not counted
+    offered: list[int]  # deepest position that the tree offered on the accepted path, per round
+    seconds: float  # to the finished answer
     first_token_seconds: float
 
 

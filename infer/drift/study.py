@@ -45,17 +45,11 @@ Answers = list[list[Generation]]
 
 @dataclass(frozen=True)
 class Followed:
-    """Predictions of a draft along known texts.
-
-    Attributes:
-      config: shape of the draft.
-      sums: sums over each text; arrays [texts ...].
-      tokens: [texts R T] most likely token at every depth and row.
-    """
+    """Predictions of a draft along known texts."""
 
     config: DraftConfig
-    sums: DraftSums
-    tokens: np.ndarray
+    sums: DraftSums  # over each text; arrays [texts ...]
+    tokens: np.ndarray  # [texts R T] most likely token at every depth and row
 
 
 def show_study(config: DriftConfig, *, overwrite: bool) -> None:

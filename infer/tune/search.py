@@ -54,23 +54,14 @@ the path that the text takes after token p, among the candidates of the first d 
 
 
 class Costs(NamedTuple):
-    """Measured seconds of one batch size.
+    """Measured seconds of one batch size."""
 
-    Attributes:
-      first_level: the first drafted position.
-      level: every further one, by top_k.
-      rest: verifying, accepting and committing, by nodes.
-      plain: a round without the draft.
-      start: the prompts, with the draft.
-      plain_start: the prompts without it.
-    """
-
-    first_level: float
-    level: dict[int, float]
-    rest: dict[int, float]
-    plain: float
-    start: float
-    plain_start: float
+    first_level: float  # the first drafted position
+    level: dict[int, float]  # every further one, by top_k
+    rest: dict[int, float]  # verifying, accepting and committing, by nodes
+    plain: float  # a round without the draft
+    start: float  # the prompts, with the draft
+    plain_start: float  # the prompts without it
 
     def round(self, tree: TreeConfig | None) -> float:
         """Seconds of a round; None: without the draft."""
