@@ -55,17 +55,11 @@ _SECONDS = 600
 
 
 class Server(NamedTuple):
-    """The server that is tried.
+    """The server that is tried, and its model."""
 
-    Attributes:
-      url: address of its API, ending in /v1.
-      model: its model's name.
-      hf: folder of the same model for transformers; None: not compared.
-    """
-
-    url: str
+    url: str  # ends in /v1
     model: str
-    hf: str | None
+    hf: str | None  # folder of the same model for transformers; None: not compared
 
 
 Try = Callable[[Server], str]

@@ -126,11 +126,7 @@ def answer_line(
 
 
 def answer_prompts(config: GenerateConfig) -> None:
-    """Decodes and prints.
-
-    Raises:
-      UserError: bad input.
-    """
+    """Decodes and prints."""
     output = None if config.output is None else local_path(config.output, "output")
     if output is not None:
         check_new_file(output)

@@ -217,11 +217,7 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str]] = {
 
 
 def compare(drafted: Answered, plain: Answered, *, has_own_texts: bool = False) -> str:
-    """Says how two answers to one prompt compare.
-
-    Args:
-      has_own_texts: their texts may differ, since the drafts were sampled.
-    """
+    """Says how two answers to one prompt compare, whose texts may differ with sampled drafts."""
     is_cut = drafted.is_stopped or plain.is_stopped
     ratio = drafted.tokens_per_second / plain.tokens_per_second
     ours, theirs = (
@@ -289,11 +285,7 @@ def read_lines() -> Iterator[str]:
 
 
 def talk(config: ChatConfig) -> None:
-    """Talks until the user leaves.
-
-    Raises:
-      UserError: a target that cannot chat, or what `load_engine` refuses.
-    """
+    """Talks until the user leaves."""
     start_renderer()
     with waiting("loading the models ..."):
         engine = load_engine(config)

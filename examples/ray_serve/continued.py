@@ -30,31 +30,21 @@ class Died(Exception):
 
 
 class Settings(NamedTuple):
-    """Settings of the proxy; limits of answers are the servers'.
-
-    Attributes:
-      patience: seconds that a broken stream waits for a server with room.
-    """
+    """Settings of the proxy; limits of answers are the servers'."""
 
     max_new_tokens: int = 256
     timeout_seconds: float = 600.0
-    patience: float = 60.0
+    patience: float = 60.0  # seconds that a broken stream waits for a server with room
 
 
 @dataclass
 class Choice:
-    """The delivered part of one choice.
-
-    Attributes:
-      next_offset: characters before the next token, as log-probabilities count them.
-      ids: tokens delivered.
-      is_finished: the client has its end.
-    """
+    """The delivered part of one choice."""
 
     prompt_ids: list[int]
-    next_offset: int
-    ids: list[int] = field(default_factory=list)
-    is_finished: bool = False
+    next_offset: int  # characters before the next token, as log-probabilities count them
+    ids: list[int] = field(default_factory=list)  # tokens delivered
+    is_finished: bool = False  # the client has its end
 
 
 class ContinuedStream:

@@ -66,9 +66,6 @@ def bench(
 
     Returns:
       The report, JSON-compatible (see docs/bench.md), and all answers.
-
-    Raises:
-      UserError: bad input.
     """
     decoders = load_decoders(config)
     sets = read_sets(config, decoders[0].engine)

@@ -42,17 +42,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Decoder:
-    """A way to decode, and its row in the table.
-
-    Attributes:
-      compile_seconds: seconds of compiling, including the runs it takes.
-      first_token_seconds: seconds from a prompt to its first token: `cold`, the engine's first
-        call, and `warm`, the median of later ones.
-    """
+    """A way to decode, and its row in the table."""
 
     name: str
     engine: Engine
-    compile_seconds: float = 0.0
+    compile_seconds: float = 0.0  # including the runs it takes
+    # From a prompt: `cold`, the engine's first call, and `warm`, the median of later ones.
     first_token_seconds: dict[str, float] = field(default_factory=dict)
 
     def compile(self, dialogues: Sequence[Dialogue], *, batch_size: int = 1) -> None:
@@ -77,11 +72,7 @@ class Decoder:
 
 
 def with_default_models(config: BenchConfig) -> BenchConfig:
-    """Names the folders of the default target, and of its drafts if no others are given.
-
-    Raises:
-      UserError: what `default_target` refuses.
-    """
+    """Names the folders of the default target, and of its drafts if no others are given."""
     if config.target != SMOLLM2:
         return config
     drafts = config.drafts or {name: str(folder) for name, folder in default_drafts().items()}

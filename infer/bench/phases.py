@@ -67,14 +67,7 @@ def accept(
 
 
 class Batch:
-    """Prompts that were read; every call runs a part of a round after the parts before it.
-
-    Attributes:
-      weights: parameters of the models.
-      config: static settings.
-      request: the prompts.
-      state: state after the prompts; the sequences are marked as done.
-    """
+    """Prompts that were read, marked as done; every call runs a part of a round, in turn."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1
@@ -128,8 +121,6 @@ def time_in_turn(
     """Seconds of every call [num_calls], by program; a first call of each is not counted.
 
     Args:
-      programs: what to call, in this order.
-      num_calls: calls of each.
       title: title of a progress bar; None: none is shown.
     """
     seconds: dict[_Name, list[float]] = {name: [] for name in programs}
@@ -166,10 +157,7 @@ def measure_phases(
 def measure_card(
     engine: Engine, prompt: PreparedPrompt, device: Device, *, num_calls: int = _CALLS
 ) -> dict[str, Any]:
-    """Times the phases and adds their floors, for the tables of a report.
-
-    Args:
-      prompt: the prompt on whose state it is measured.
+    """Times the phases after a prompt and adds their floors, for the tables of a report.
 
     Returns:
       Milliseconds per phase, their sum relative to the whole round, and the cost of each phase:

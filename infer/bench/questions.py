@@ -106,9 +106,6 @@ def make_dialogues(
     """Turns the questions of a set into dialogues, each with its own seed.
 
     A dialogue's seed follows from `sampling.seed` and the question's place.
-
-    Raises:
-      UserError: the engine refuses one.
     """
     records = [question.record for question in questions]
     dialogues = read_dialogues(records, sampling, config.max_new_tokens)

@@ -31,15 +31,11 @@ _OTHER_WIDTHS = (32768, 8192)
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Measured rates of a device.
+    """Measured rates of a device."""
 
-    Attributes:
-      device: the best rates, which floors are computed with.
-      flops_by_rows: FLOPs per second of a product with a large weight, by its number of rows;
-        `square`: a product of two square matrices.
-    """
-
-    device: Device
+    device: Device  # the best rates, which floors are computed with
+    # FLOPs per second of a product with a large weight, by its number of rows; `square`: a product
+    # of two square matrices.
     flops_by_rows: dict[str, float]
 
 

@@ -176,11 +176,10 @@ def _compare(first: Grid, second: Grid) -> dict[str, Any]:
 
 
 def count_reaching(counts: Sequence[np.ndarray], depth: int) -> np.ndarray:
-    """Counts the rounds [questions depth] that reach each position.
+    """Counts the rounds [questions depth] that reach each position up to `depth`.
 
     Args:
-      counts: positions that every round of a question reaches, per question.
-      depth: number of positions that are counted.
+      counts: the position that every round of a question reaches, per question.
     """
     positions = np.arange(1, depth + 1)[:, None]
     return np.array([(one >= positions).sum(axis=1) for one in counts])

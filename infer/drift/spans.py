@@ -32,12 +32,11 @@ Cost = tuple[int, int, tuple[int, ...]]
 
 
 def advise_spans(drift: Sequence[float], weight: Sequence[float], num_spans: int) -> list[int]:
-    """Cuts depths into the best spans by dynamic programming, which is exact.
+    """Cuts depths into that many best spans, at most one each, by dynamic programming (exact).
 
     Args:
       drift: e, by depth.
       weight: w, by depth.
-      num_spans: number of spans, at most `len(drift)`.
 
     Returns:
       `positions_per_specialist`.
@@ -78,16 +77,10 @@ class Design(NamedTuple):
 
 
 class Gains(NamedTuple):
-    """What designs gain.
+    """What designs gain."""
 
-    Attributes:
-      variation: acceptance that a depth loses per squared distance of its drift from its span's
-        mean.
-      misses_left: share of the misses at position 1 that is left where layers double.
-    """
-
-    variation: float
-    misses_left: float
+    variation: float  # acceptance lost per squared distance of a depth's drift from its span's mean
+    misses_left: float  # share of the misses at position 1 that is left where layers double
 
 
 def advise_design(

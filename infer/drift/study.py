@@ -70,9 +70,6 @@ def study(config: DriftConfig) -> dict[str, Any]:
 
     Returns:
       The report, JSON-compatible (see docs/experiments.md).
-
-    Raises:
-      UserError: bad input.
     """
     if kind := read_target(config.target).quantised:
         raise UserError(
