@@ -108,8 +108,8 @@ def scatters(program: Program) -> list[Place]:
 
 def count_kernels(program: Program, root: str | None = None) -> dict[str, int]:
     """Counts kernels by kind; custom calls and fusions by what they are."""
-    counts = Counter(_kind(place.op) for place in program.kernels(root))
-    return dict(counts.most_common())
+    kinds = (f"{place.op.kind} {place.op.target}".rstrip() for place in program.kernels(root))
+    return dict(Counter(kinds).most_common())
 
 
 def scope_of(path: str, depth: int = 2) -> str:
@@ -232,7 +232,3 @@ def _sides(dims: Sequence[int]) -> tuple[int, ...]:
 def _sorted_size(op: Op) -> int:
     axis = re.search(r"dimensions=\{(\d+)\}", op.rest)
     return op.shapes[0].dims[int(axis[1])] if axis else 0
-
-
-def _kind(op: Op) -> str:
-    return f"custom-call {op.target}" if op.kind == "custom-call" else op.kind

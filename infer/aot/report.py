@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,8 +29,9 @@ _MB = 1e6
 def run(config: AheadConfig, args: argparse.Namespace) -> None:
     """Compiles for the device that the command line names, prints, and writes the report."""
     name: str = args.gpu or args.topology
-    if args.gpu is None:
-        _check_topology(name)
+    slices = [device for device in DEVICES if device.startswith("v")]
+    if args.gpu is None and name.partition(":")[0] not in slices:
+        raise UserError(f"topology {name}: want one of {', '.join(slices)}, as in v6e:1x1")
     if args.output is not None:
         check_writable(args.output)
     if args.dump is not None:
@@ -44,12 +45,6 @@ def run(config: AheadConfig, args: argparse.Namespace) -> None:
         args.output.write_text(json.dumps(report, indent=2) + "\n")
         print(f"report: {args.output}")
     print_summary(report, "")
-
-
-def _check_topology(name: str) -> None:
-    known = [device for device in DEVICES if device.startswith("v")]
-    if name.partition(":")[0] not in known:
-        raise UserError(f"topology {name}: want one of {', '.join(known)}, as in v6e:1x1")
 
 
 def _compile_all(
@@ -76,10 +71,13 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
     loop = find_main_loop(program) if name == "rounds" else None
     cost = compiled.program.cost_analysis() or {}
     floor, kinds = plan.floor(name), findings.count_kernels(program, loop)
+    memory = planned_memory(compiled.program)
+    for key in ("arguments", "total"):  # what the draft borrows from the target counts once
+        memory[key] -= plan.shared_bytes(name)
     report: dict[str, Any] = {
         "compile_seconds": round(compiled.seconds[0], 1),
         "compile_cpu_seconds": round(compiled.seconds[1], 1),
-        "memory": _memory(name, compiled, plan, device),
+        "memory": memory | {"available": device.memory_bytes},  # bytes per device
         "floor_bytes": floor.bytes,
         "floor_ms": floor.milliseconds(device),
         "moved_bytes": sum(
@@ -96,21 +94,29 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
             cycles = findings.cycles_by(program, key, loop)
             report["estimated_ms"] = sum(cycles.values()) / per_ms
             report[f"estimated_ms_by_{key}"] = {k: v / per_ms for k, v in cycles.items() if v}
+    places = _find_places(name, program, loop, plan)
+    return report | {key: _summary(program, few) for key, few in places.items()}
+
+
+def _find_places(
+    name: str, program: hlo.Program, loop: str | None, plan: Plan
+) -> dict[str, Sequence[hlo.Place]]:
+    """Lists what a good program has few of."""
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     weights, caches = weight_shapes(plan), cache_shapes(plan, decode)
-    lists: dict[str, Sequence[hlo.Place]] = {
-        "copies": _kernels(program, loop, _is_mere_copy),
-        "relayouts": _kernels(program, loop, findings.is_relayout),
-        "upcasts": _kernels(program, loop, findings.is_upcast),
-        "collectives": _kernels(program, loop, lambda _, place: findings.is_collective(place)),
+    kernels = [place for place in program.kernels(loop) if place.op.nbytes >= _SMALL]
+    relayouts = [place for place in kernels if findings.is_relayout(program, place)]
+    copies = [place for place in kernels if findings.is_copy(program, place)]
+    return {
+        "copies": [place for place in copies if place not in relayouts],
+        "relayouts": relayouts,
+        "upcasts": [place for place in kernels if findings.is_upcast(program, place)],
+        "collectives": list(filter(findings.is_collective, kernels)),
         "vocabulary_sorts": findings.sorts(program, plan.vocabulary),
         "vector_products": findings.vector_products(program, weights),
         "copied_weights_and_caches": findings.copies_of(program, [*weights, *caches]),
         "scatters": findings.scatters(program),
     }
-    for key, places in lists.items():
-        report[key] = _summary(program, places)
-    return report
 
 
 def format_report(name: str, report: dict[str, Any]) -> str:
@@ -152,25 +158,6 @@ _LISTS = (
     *("copies", "relayouts", "upcasts", "collectives", "vocabulary_sorts", "vector_products"),
     *("copied_weights_and_caches", "scatters"),
 )
-
-
-def _memory(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[str, float]:
-    """Bytes per device; what the draft borrows from the target counts once."""
-    memory = planned_memory(compiled.program)
-    for key in ("arguments", "total"):
-        memory[key] -= plan.shared_bytes(name)
-    return memory | {"available": device.memory_bytes}
-
-
-def _is_mere_copy(program: hlo.Program, place: hlo.Place) -> bool:
-    return findings.is_copy(program, place) and not findings.is_relayout(program, place)
-
-
-def _kernels(
-    program: hlo.Program, root: str | None, test: Callable[[hlo.Program, hlo.Place], bool]
-) -> list[hlo.Place]:
-    places = [place for place in program.kernels(root) if test(program, place)]
-    return [place for place in places if place.op.nbytes >= _SMALL]
 
 
 def _summary(program: hlo.Program, places: Sequence[hlo.Place]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The page of a benchmark: one HTML file that opens with the answer; no network, no script."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
@@ -27,6 +27,8 @@ def write_page(report: dict[str, Any], path: Path) -> None:
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     colours = dict(zip(report["methods"], cycle(COLOURS), strict=False))
     drift = report.get("drift", {}).get("drafts")
+    answers = [group["example"].get("answers", {}) for group in report["groups"]]
+    depths = [depth for one in answers for pieces in one.values() for _, depth in pieces]
     page = template.render(
         report=report,
         said=describe(report),
@@ -38,7 +40,7 @@ def write_page(report: dict[str, Any], path: Path) -> None:
         drift=drift and _draw("Drift of features", draw_drift, drift, colours),
         gap=drift and _draw("Acceptance in training and in decoding", draw_gap, drift, colours),
         phases="roofline" in report and _draw("Phases of a round", _phases, report),
-        deepest=max(map(_deepest, report["groups"]), default=0),
+        deepest=max(depths, default=0),
     )
     path.write_text(page, encoding="utf-8")
 
@@ -145,9 +147,3 @@ def _phases(axes: Any, report: dict[str, Any]) -> None:
         left = [a + b for a, b in zip(left, times, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="milliseconds per round")
-
-
-def _deepest(group: dict[str, Any]) -> int:
-    """Deepest position that an example has an accepted token of."""
-    answers: dict[str, Sequence[Any]] = group["example"].get("answers", {})
-    return max((depth for pieces in answers.values() for _, depth in pieces), default=0)
