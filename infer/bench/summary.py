@@ -51,7 +51,7 @@ class Grid:
 
     def acceptance_lengths(self) -> np.ndarray:
         """Tokens per round of every question [questions seeds]; not a number without a round."""
-        return self.count(lambda one: np.mean(one.accepted) + 1 if one.accepted else np.nan)
+        return self.count(lambda one: float(np.mean(one.accepted)) + 1 if one.accepted else np.nan)
 
 
 def make_grid(
@@ -85,8 +85,8 @@ def summarise_group(grids: dict[str, Grid], baseline: str) -> dict[str, Any]:
       Numbers by method, of `all` questions and of those `not_looping`; and comparisons of drafts on
       all questions and, where only some loop, on the others.
     """
-    is_any_looping = grids[baseline].count(is_looping).any(axis=1)
-    looping, every = np.flatnonzero(is_any_looping).tolist(), list(range(len(is_any_looping)))
+    looping = np.flatnonzero(grids[baseline].count(is_looping).any(axis=1)).tolist()
+    every = list(range(grids[baseline].answers.shape[2]))
     groups = {"all": every, "not_looping": [i for i in every if i not in looping]}
     methods = {
         name: {
