@@ -17,9 +17,8 @@ from test_tools import ask as ask_chat
 from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.text import Piece
 from poss_jax.serving.bodies import ApiError, parse_body
-from poss_jax.serving.replies import Reply
 from poss_jax.serving.requests import Job
-from poss_jax.serving.responses import ResponseRequest, read_response, response_writer
+from poss_jax.serving.responses import ResponseReply, ResponseRequest, read_response
 
 FLAT = {"type": "function", **TOOL["function"]}
 SEEN = [
@@ -67,12 +66,11 @@ def client(*parts: str, stop_reason: Any = "stop") -> Any:
             return httpx.Response(error.status, json=error.body())
         options = {"usage": False, "speculation": False, "token_ids": False}
         given: Any = {"model": "tiny", "is_chat": True, "options": options}
-        reply = Reply(engine_of(CALLING["hermes"]), job, **given)
-        writer = response_writer(body, "tiny")
+        reply = ResponseReply(body, engine_of(CALLING["hermes"]), job, **given)
         if not body.stream:
-            return httpx.Response(200, json=asyncio.run(writer.body(reply, chunks())))
+            return httpx.Response(200, json=asyncio.run(reply.write_body(chunks())))
         kind = {"content-type": "text/event-stream"}
-        content = asyncio.run(joined(writer.events(reply, chunks())))
+        content = asyncio.run(joined(reply.write_events(chunks())))
         return httpx.Response(200, content=content, headers=kind)
 
     web = httpx.Client(transport=httpx.MockTransport(handle))

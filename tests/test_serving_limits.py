@@ -436,18 +436,18 @@ def test_more_requests_than_there_may_be(served: Served) -> None:
     for sock in socks:
         sock.close()
     until(lambda: guard._num_requests == 0)
-    assert guard._bodies.held == 0
+    assert guard.held_bytes == 0
 
 
 def test_bodies_that_are_too_large_together(served: Served) -> None:
-    all_bodies = served.server.config.app._bodies
-    all_bodies.held += 65 * all_bodies.most
+    guard = served.server.config.app
+    guard.held_bytes += 65 * guard.most_bytes
     try:
         response = post(served, LONG)
     finally:
-        all_bodies.held -= 65 * all_bodies.most
+        guard.held_bytes -= 65 * guard.most_bytes
     assert response.status_code == 503 and response.headers["retry-after"] == "1"
-    assert post(served, LONG | {"max_tokens": 1}).status_code == 200 and all_bodies.held == 0
+    assert post(served, LONG | {"max_tokens": 1}).status_code == 200 and guard.held_bytes == 0
 
 
 def test_a_body_that_breaks_off_is_no_error_of_the_server(

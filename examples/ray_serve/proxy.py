@@ -95,8 +95,7 @@ def create_proxy(
                 return await ContinuedStream(pool, settings, call, body).respond()
             return await unless_gone(request, fetch(pool, call))
         except GivenUp as error:
-            told = ApiError(503, str(error))
-            return JSONResponse(told.body(), told.status, {"retry-after": "1"})
+            return ApiError(503, str(error), retry_after=1).response()
 
     routes = [Route("/health", health), Route("/ready", ready)]
     for path in ("/", "/version", "/tokenize", "/v1/{rest:path}"):

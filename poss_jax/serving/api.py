@@ -1,5 +1,6 @@
 """Endpoints of the OpenAI API, its errors, and a page that lists all endpoints."""
 
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from poss_jax.serving.requests import (
     read_tokenizer,
     read_tokens,
 )
-from poss_jax.serving.responses import ResponseRequest, read_response, response_writer
+from poss_jax.serving.responses import ResponseReply, ResponseRequest, read_response
 
 if TYPE_CHECKING:
     from poss_jax.serving.app import Service
@@ -66,7 +67,7 @@ def add_api(app: FastAPI) -> None:
         """Answers an input of messages, calls and their results."""
         service = service_of(request)
         body, (chat, job) = await service.read(request, ResponseRequest, read_response)
-        return await service.answer(request, chat, job, response_writer(body, service.model))
+        return await service.answer(request, chat, job, partial(ResponseReply, body))
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> Response:
@@ -104,22 +105,18 @@ def _add_tokens(app: FastAPI) -> None:
 def add_errors(app: FastAPI) -> None:
     """Lets all errors be written as the API writes them."""
 
-    async def of_api(request: Request, error: Any) -> Response:
-        del request
-        headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-        return JSONResponse(error.body(), error.status, headers)
-
     async def of_http(request: Request, error: Any) -> Response:
-        told = ApiError(error.status_code, str(error.detail))
-        response = await of_api(request, told)
+        del request
+        if isinstance(error, ApiError):
+            return error.response()
+        response = ApiError(error.status_code, str(error.detail)).response()
         response.headers.update(error.headers or {})
         return response
 
     async def of_anything(request: Request, error: Any) -> Response:
-        del error  # it is in the log
-        return await of_api(request, ApiError(500, "an error of the server; see its log"))
+        del request, error  # it is in the log
+        return ApiError(500, "an error of the server; see its log").response()
 
-    app.add_exception_handler(ApiError, of_api)
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(Exception, of_anything)
 

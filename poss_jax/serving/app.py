@@ -47,7 +47,7 @@ from poss_jax.serving.bodies import (
 from poss_jax.serving.grammars import GRAMMAR_FIELDS
 from poss_jax.serving.guard import PATIENCE, Guard
 from poss_jax.serving.metrics import Metrics
-from poss_jax.serving.replies import OWN_WRITER, Reply, Writer
+from poss_jax.serving.replies import Reply
 from poss_jax.serving.requests import Job
 
 _LOG = logging.getLogger(__package__)
@@ -218,12 +218,12 @@ class Service:
             raise
 
     async def answer(
-        self, request: Request, body: CommonRequest, job: Job, writer: Writer = OWN_WRITER
+        self, request: Request, body: CommonRequest, job: Job, kind: Callable[..., Reply] = Reply
     ) -> Response:
         """Answers a request, as one body or as a stream of events."""
         arrived = time.monotonic()
         options = body.stream_options
-        reply = Reply(
+        reply = kind(
             self.engine,
             job,
             model=self.model,
@@ -241,9 +241,9 @@ class Service:
         chunks = merge(streams, patience=_KEEP_ALIVE_SECONDS, interval=interval)
         chunks = self._timed(chunks, arrived)
         if body.stream:
-            return _Events(writer.events(reply, chunks), streams)
+            return _Events(reply.write_events(chunks), streams)
         try:
-            return await _until_disconnected(request, writer.body(reply, chunks))
+            return await _until_disconnected(request, reply.write_body(chunks))
         finally:
             _cancel(streams)
 

@@ -5,12 +5,16 @@ clients send many, unless another engine's field of this name would change the t
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from poss_jax.config.numbers import Bias, OutputPenalty, Penalty, Probability, Temperature, TopP
@@ -87,7 +91,7 @@ ApiBias = Annotated[Bias, Field(ge=-100, le=100)]
 Biases = Annotated[dict[str, ApiBias], BeforeValidator(_few)]
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An error reported to the client.
 
     Attributes:
@@ -95,7 +99,6 @@ class ApiError(Exception):
       message: one line.
       param: field of the request that is wrong.
       code: name of the error, for programs.
-      retry_after: seconds after which to try again.
     """
 
     def __init__(
@@ -107,9 +110,13 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param = status, message, param
-        self.code, self.retry_after = code, retry_after
+        headers = None if retry_after is None else {"retry-after": str(retry_after)}
+        super().__init__(status, message, headers)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def response(self) -> JSONResponse:
+        """The error as a whole response."""
+        return JSONResponse(self.body(), self.status, self.headers)
 
     def body(self) -> dict[str, Any]:
         """The error as the API writes it."""
@@ -268,20 +275,15 @@ def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
     """
     if _has_many_containers(content):
         raise ApiError(400, f"body: want at most {_MOST_CONTAINERS:,} lists and objects")
-    try:
+    with refusing_body():
         return kind.model_validate_json(content, strict=True)
-    except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_input=False)[0]) from error
 
 
-def check_body(kind: type[BodyT], values: dict[str, Any]) -> BodyT:
-    """Makes the body of a request from values that were parsed already.
-
-    Raises:
-      ApiError: a wrong value in a field.
-    """
+@contextmanager
+def refusing_body() -> Iterator[None]:
+    """Turns pydantic's first finding into an error of the API."""
     try:
-        return kind.model_validate(values, strict=True)
+        yield
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_input=False)[0]) from error
 

@@ -1,4 +1,4 @@
-"""Checks on the way in and out of every request: id, key, name, size, log, readers that stall."""
+"""Checks on the way in and out of every request: id, key, name, size, log."""
 
 import asyncio
 import hmac
@@ -11,8 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
-
-from starlette.exceptions import HTTPException
 
 from poss_jax.config.reading import UserError
 from poss_jax.serving.bodies import ApiError
@@ -38,7 +36,13 @@ _LOG = logging.getLogger("poss_jax.access")
 
 
 class Guard:
-    """ASGI middleware around the application."""
+    """ASGI middleware around the application.
+
+    Attributes:
+      most_bytes: bytes of one body.
+      held_bytes: bytes of the bodies of all requests that are served now.
+      patience: seconds a client may take to send a body.
+    """
 
     def __init__(
         self,
@@ -59,12 +63,12 @@ class Guard:
           max_requests: most requests to the API at once; None: any number.
           allowed_hosts: names allowed in the header Host without a key, besides localhost and
             addresses; `*` allows all.
-          patience: seconds a client may take to send a body, and to read the reply.
+          patience: see the attribute.
         """
-        self._app, self._max_requests, self._patience = app, max_requests, patience
+        self._app, self._max_requests = app, max_requests
         self._api_key = None if api_key is None else api_key.encode()
         self._hosts = {name.lower() for name in allowed_hosts}
-        self._bodies = _Bodies(max_body_bytes, patience)
+        self.most_bytes, self.held_bytes, self.patience = max_body_bytes, 0, patience
         self._num_requests = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -76,7 +80,7 @@ class Guard:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _ID.fullmatch(given) else secrets.token_hex(8)
         begun, status = time.monotonic(), 0
-        body = _Body(self._bodies, headers, receive)
+        body = _Body(self, headers, receive)
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -86,21 +90,20 @@ class Guard:
                     (b"x-request-id", request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),
                 ]
+                own += [(b"connection", b"close")] * body.has_more
                 message["headers"] = [*message.get("headers", []), *own]
             elif body.has_more and not message.get("more_body", False):
-                await self._send_in_time(send, {**message, "more_body": True})
+                await send({**message, "more_body": True})
                 await body.drop()
                 message = {"type": message["type"]}
-            await self._send_in_time(send, message)
+            await send(message)
 
         try:
             error = self._refuse(scope, headers)
             if error is None:
                 await self._serve(scope, body.receive, send_on)
             else:
-                await send_error(error, send_on)
-        except TimeoutError:
-            status = 499  # the client does not read; the answer is cut
+                await error.response()(scope, receive, send_on)
         finally:
             body.close()
             entry = {
@@ -112,17 +115,14 @@ class Guard:
             }
             _LOG.info("%s", json.dumps(entry))
 
-    async def _send_in_time(self, send: Send, message: Message) -> None:
-        async with asyncio.timeout(self._patience):
-            await send(message)
-
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
         """Lets the application answer unless it is full; probes are always answered."""
         if scope["path"] in _OPEN:
             await self._app(scope, receive, send)
             return
         if self._max_requests is not None and self._num_requests >= self._max_requests:
-            await send_error(ApiError(503, "too many requests; try again", retry_after=1), send)
+            error = ApiError(503, "too many requests; try again", retry_after=1)
+            await error.response()(scope, receive, send)
             return
         self._num_requests += 1
         try:
@@ -132,8 +132,8 @@ class Guard:
 
     def _refuse(self, scope: Message, headers: dict[bytes, bytes]) -> ApiError | None:
         length = headers.get(b"content-length", b"0")
-        if not _LENGTH.fullmatch(length) or int(length) > self._bodies.most:
-            return self._bodies.too_large()
+        if not _LENGTH.fullmatch(length) or int(length) > self.most_bytes:
+            return self.too_large()
         if self._api_key is None:
             return self._refuse_name(headers.get(b"host", b"").decode("latin-1"))
         if scope["path"] in _OPEN:
@@ -159,30 +159,9 @@ class Guard:
             "any name will do",
         )
 
-
-class _Bodies:
-    """Limits on bodies, and the bytes held now.
-
-    Attributes:
-      most: bytes of one body.
-      patience: seconds for one body.
-      held: bytes of all requests that are served.
-    """
-
-    def __init__(self, most: int, patience: float) -> None:
-        self.most, self.patience, self.held = most, patience, 0
-
     def too_large(self) -> ApiError:
         """Says how large a body may be."""
-        return ApiError(413, f"body: want at most {self.most:,} bytes")
-
-    def check(self, size: int) -> None:
-        """Refuses a body that is too large by itself, or together with the others."""
-        if size > self.most:
-            raise _Refused(self.too_large())
-        if self.held > _MOST_BODIES * self.most:
-            message = "the bodies of other requests take all the room; try again"
-            raise _Refused(ApiError(503, message, retry_after=1))
+        return ApiError(413, f"body: want at most {self.most_bytes:,} bytes")
 
 
 class _Body:
@@ -192,24 +171,33 @@ class _Body:
       has_more: more of it is to come.
     """
 
-    def __init__(self, all_bodies: _Bodies, headers: dict[bytes, bytes], receive: Receive) -> None:
-        self._all, self._receive, self._size = all_bodies, receive, 0
-        self._deadline = asyncio.get_running_loop().time() + all_bodies.patience
+    def __init__(self, guard: Guard, headers: dict[bytes, bytes], receive: Receive) -> None:
+        self._guard, self._receive, self._size = guard, receive, 0
+        self._deadline = asyncio.get_running_loop().time() + guard.patience
         is_given = headers.get(b"content-length", b"0").strip(b"0") != b""
         self.has_more = is_given or b"transfer-encoding" in headers
 
     async def receive(self) -> Message:
-        """Receives a part; refuses a body that is too large, or takes too long."""
+        """Receives a part.
+
+        Raises:
+          ApiError: the body is too large, by itself or with all others, or takes too long.
+        """
+        guard = self._guard
         try:
             async with asyncio.timeout_at(self._deadline if self.has_more else None):
                 message = await self._receive()
         except TimeoutError:
-            within = f"body: want all of it within {self._all.patience:.0f} seconds"
-            raise _Refused(ApiError(408, within)) from None
+            within = f"body: want all of it within {guard.patience:.0f} seconds"
+            raise ApiError(408, within) from None
         size = self._note(message)
         self._size += size
-        self._all.held += size
-        self._all.check(self._size)
+        guard.held_bytes += size
+        if self._size > guard.most_bytes:
+            raise guard.too_large()
+        if guard.held_bytes > _MOST_BODIES * guard.most_bytes:
+            full = "the bodies of other requests take all the room; try again"
+            raise ApiError(503, full, retry_after=1)
         return message
 
     async def drop(self) -> None:
@@ -219,14 +207,14 @@ class _Body:
         """
         dropped = 0
         with suppress(TimeoutError):
-            async with asyncio.timeout(min(_LINGER_SECONDS, self._all.patience)):
+            async with asyncio.timeout(min(_LINGER_SECONDS, self._guard.patience)):
                 while self.has_more and dropped < _LINGER_BYTES:
                     dropped += self._note(await self._receive())
         self.has_more = False
 
     def close(self) -> None:
         """Releases its bytes."""
-        self._all.held -= self._size
+        self._guard.held_bytes -= self._size
 
     def _note(self, message: Message) -> int:
         self.has_more = message.get("more_body", False)
@@ -246,22 +234,3 @@ def read_api_key() -> str | None:
             f"{'nothing' if not key.strip() else 'something else'}; unset it to serve without a key"
         )
     return key
-
-
-class _Refused(HTTPException):
-    """Raised while the application reads a refused body; it becomes the reply."""
-
-    def __init__(self, error: ApiError) -> None:
-        more = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-        super().__init__(error.status, error.message, {"connection": "close"} | more)
-
-
-async def send_error(error: ApiError, send: Send) -> None:
-    """Sends an error of the API as the whole response."""
-    body = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    headers.append((b"content-length", str(len(body)).encode()))
-    if error.retry_after is not None:
-        headers.append((b"retry-after", str(error.retry_after).encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

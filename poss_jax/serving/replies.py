@@ -5,9 +5,9 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs, answer_anchor
 from poss_jax.engine.engine import Engine
@@ -137,9 +137,28 @@ class Reply:
             return "length"
         return "tool_calls" if self._readers and self._readers[index].calls else "stop"
 
-    def last_event(self) -> dict[str, Any] | None:
-        """The usage, if a stream is to end with it."""
-        return self._event([]) | {"usage": self.usage()} if self._options["usage"] else None
+    async def write_body(self, chunks: Chunks) -> dict[str, Any]:
+        """Takes all chunks; returns the whole reply."""
+        async for item in chunks:
+            if item is not None:
+                self.take(*item)
+        return self.body()
+
+    async def write_events(self, chunks: Chunks) -> AsyncIterator[bytes]:
+        """Takes all chunks; yields server-sent events."""
+        try:
+            for first in self.first_events():
+                yield event(first)
+            async for item in chunks:
+                if item is None:
+                    yield KEEP_ALIVE
+                elif (data := self.take(*item)) is not None:
+                    yield event(data)
+            if self._options["usage"]:
+                yield event(self._event([]) | {"usage": self.usage()})
+            yield DONE
+        except ApiError as error:
+            yield event(error.body())
 
     def body(self) -> dict[str, Any]:
         """The whole reply, once all choices have ended."""
@@ -277,41 +296,6 @@ class Reply:
         if spelled is None or spelled == text.encode():
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
-
-
-async def write_body(reply: Reply, chunks: Chunks) -> dict[str, Any]:
-    """The whole reply, once all its choices have ended."""
-    async for item in chunks:
-        if item is not None:
-            reply.take(*item)
-    return reply.body()
-
-
-async def write_events(reply: Reply, chunks: Chunks) -> AsyncIterator[bytes]:
-    """Server-sent events of a reply."""
-    try:
-        for first in reply.first_events():
-            yield event(first)
-        async for item in chunks:
-            if item is None:
-                yield KEEP_ALIVE
-            elif (data := reply.take(*item)) is not None:
-                yield event(data)
-        if (last := reply.last_event()) is not None:
-            yield event(last)
-        yield DONE
-    except ApiError as error:
-        yield event(error.body())
-
-
-class Writer(NamedTuple):
-    """How a reply is written: as a whole, or in server-sent events."""
-
-    body: Callable[[Reply, Chunks], Coroutine[Any, Any, dict[str, Any]]]
-    events: Callable[[Reply, Chunks], AsyncIterator[bytes]]
-
-
-OWN_WRITER = Writer(write_body, write_events)
 
 
 def event(data: Any) -> bytes:

@@ -64,22 +64,6 @@ class Job(NamedTuple):
     caller: Caller | None = None
 
 
-class _Chat(NamedTuple):
-    """What only a chat has: how its messages are written, and its tools."""
-
-    rendering: Rendering
-    caller: Caller | None
-
-    @property
-    def is_new_message(self) -> bool:
-        """False if the answer continues the last message, and is decoded behind it."""
-        return "continue_final_message" not in self.rendering.variables
-
-    def shown_ids(self, tokenizer: Any) -> list[int]:
-        """Special tokens that mark calls."""
-        return list(marks_of(tokenizer, self.caller.form).values()) if self.caller else []
-
-
 def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest) -> Job:
     """Turns a completion request into a job.
 
@@ -128,8 +112,8 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     rendering = read_rendering(engine, body, messages)
     with _refusing("tools"):
         caller = read_caller(engine, config, body, rendering.tools)
-    chat = _Chat(rendering, caller)
-    return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs, chat=chat)
+    given: Any = {"rendering": rendering, "caller": caller}
+    return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs, **given)
 
 
 def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> list[int]:
@@ -199,7 +183,8 @@ def _make_job(
     *,
     limit: int | None,
     logprobs: int | None,
-    chat: _Chat | None = None,
+    rendering: Rendering | None = None,
+    caller: Caller | None = None,
 ) -> Job:
     _check_unknown(body)
     _check_most(config, "logprobs", logprobs)
@@ -209,7 +194,7 @@ def _make_job(
     if len(prompts) * (body.n or 1) > MOST_CHOICES:
         raise ApiError(400, f"n: want at most {MOST_CHOICES} choices in all", param="n")
     stop = _read_stop(engine, config, body)
-    prepared = _prepare_choices(engine, config, body, prompts, limit, chat)
+    prepared = _prepare_choices(engine, config, body, prompts, limit, rendering, caller)
     per_token, listed = (0 if n is None else 1 + n for n in (logprobs, body.prompt_logprobs))
     echoes = isinstance(body, CompletionRequest) and bool(body.echo)
     per_prompt_token = listed + (per_token if echoes else 0)
@@ -222,7 +207,7 @@ def _make_job(
         echo=[""] * len(prepared),
         scores_prompt=per_prompt_token > 0,
         num_prompt_logprobs=body.prompt_logprobs,
-        caller=chat and chat.caller,
+        caller=caller,
     )
 
 
@@ -255,20 +240,22 @@ def _prepare_choices(
     body: CommonRequest,
     prompts: list[Prompt],
     limit: int | None,
-    chat: _Chat | None,
+    rendering: Rendering | None,
+    caller: Caller | None,
 ) -> list[PreparedPrompt]:
     """Prepares all choices; without a limit they get the room there is, up to the default."""
     sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
-    num_continued, is_chat, prepared = 0, chat is not None and chat.is_new_message, []
-    is_bare = False
+    # Otherwise the answer continues the last message, and is decoded behind it.
+    is_chat = rendering is not None and "continue_final_message" not in rendering.variables
+    num_continued, is_bare, prepared = 0, False, []
     with _refusing("structured_outputs"):
-        grammar = read_grammar(body, chat and chat.caller and chat.caller.grammar)
+        grammar = read_grammar(body, caller and caller.grammar)
     if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
         num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
         is_bare = body.add_special_tokens is False
-    shown_ids = chat.shown_ids(engine.tokenizer) if chat else ()
+    shown_ids = list(marks_of(engine.tokenizer, caller.form).values()) if caller else ()
     for index, prompt in enumerate(prompts):
-        ids = _encode(engine, config, prompt, chat and chat.rendering, is_bare=is_bare)
+        ids = _encode(engine, config, prompt, rendering, is_bare=is_bare)
         with _refusing(_prompt_field(prompt)):
             one = engine.prepare(
                 ids,

@@ -21,9 +21,9 @@ from poss_jax.serving.bodies import (
     CommonRequest,
     ContentPart,
     NumTokens,
-    check_body,
+    refusing_body,
 )
-from poss_jax.serving.replies import KEEP_ALIVE, Reply, Writer, event
+from poss_jax.serving.replies import KEEP_ALIVE, Reply, event
 from poss_jax.serving.requests import Job, read_chat
 
 _HELD = ("previous_response_id", "conversation", "prompt", "background", "context_management")
@@ -83,7 +83,8 @@ def read_response(
         form = {"type": "json_schema", "json_schema": form}
     fields["response_format"] = None if form == _PLAIN else form
     try:
-        chat = check_body(ChatRequest, fields)
+        with refusing_body():
+            chat = ChatRequest.model_validate(fields, strict=True)
         return chat, read_chat(engine, config, chat)
     except ApiError as error:
         if error.param not in _NAMES:
@@ -164,29 +165,12 @@ def _read_text(content: Content) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def response_writer(body: ResponseRequest, model: str) -> Writer:
-    """How the reply to a chat is written as the response of this model to a request."""
-    output = _Output(body, model)
+class ResponseReply(Reply):
+    """The reply to a chat, written as the response to a request: its items, and their events."""
 
-    async def write_body(reply: Reply, chunks: Chunks) -> dict[str, Any]:
-        events = [one async for one in output.write(reply, chunks) if one is not None]
-        return events[-1]["response"]
-
-    async def write_events(reply: Reply, chunks: Chunks) -> AsyncIterator[bytes]:
-        try:
-            async for one in output.write(reply, chunks):
-                yield KEEP_ALIVE if one is None else _to_bytes(one)
-        except ApiError as error:
-            about = {"code": error.code, "message": error.message, "param": error.param}
-            yield _to_bytes(output.event("error", **about))
-
-    return Writer(write_body, write_events)
-
-
-class _Output:
-    """Items of a response, and the events that tell of them."""
-
-    def __init__(self, body: ResponseRequest, model: str) -> None:
+    def __init__(self, body: ResponseRequest, *args: Any, **options: Any) -> None:
+        """Begins a response to `body`; the other arguments are those of `Reply`."""
+        super().__init__(*args, **options)
         names = {"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user"}
         fields = body.model_dump(include=names)
         fields |= {"tools": body.tools or [], "tool_choice": body.tool_choice or "auto"}
@@ -194,29 +178,44 @@ class _Output:
         fields |= {"text": {"format": _form_of(body)}, "truncation": "disabled", "store": False}
         fields |= {"id": _new_id("resp"), "object": "response", "created_at": int(time.time())}
         fields |= dict.fromkeys(("previous_response_id", "error", "incomplete_details", "usage"))
-        self._begun = fields | {"model": model, "status": "in_progress", "output": []}
+        fields |= {"model": self._about["model"], "status": "in_progress", "output": []}
+        self._begun = fields
         self._items: list[dict[str, Any]] = []
         self._text: str | None = None  # of the message under way
         self._num_events = 0
 
-    async def write(self, reply: Reply, chunks: Chunks) -> AsyncIterator[dict[str, Any] | None]:
+    async def write_body(self, chunks: Chunks) -> dict[str, Any]:
+        """Takes all chunks; returns the whole response."""
+        events = [one async for one in self._write(chunks) if one is not None]
+        return events[-1]["response"]
+
+    async def write_events(self, chunks: Chunks) -> AsyncIterator[bytes]:
+        """Takes all chunks; yields server-sent events."""
+        try:
+            async for one in self._write(chunks):
+                yield KEEP_ALIVE if one is None else _to_bytes(one)
+        except ApiError as error:
+            about = {"code": error.code, "message": error.message, "param": error.param}
+            yield _to_bytes(self._tell("error", **about))
+
+    async def _write(self, chunks: Chunks) -> AsyncIterator[dict[str, Any] | None]:
         """Gives all events, in OpenAI's order; None while nothing comes."""
         for state in ("created", "in_progress"):
-            yield self.event(f"response.{state}", response=self._begun)
+            yield self._tell(f"response.{state}", response=self._begun)
         async for item in chunks:
             if item is None:
                 yield None
-            elif (data := reply.take(*item)) is not None:
+            elif (data := self.take(*item)) is not None:
                 for one in self._add(data["choices"][0]["delta"]):
                     yield one
-        whole = reply.body()
+        whole = self.body()
         is_cut = whole["choices"][0]["finish_reason"] == "length"
         status = "incomplete" if is_cut else "completed"
         for one in self._end_message(status, is_wanted=not self._items):
             yield one
         ended = {"status": status, "output": self._items, "usage": _read_usage(whole["usage"])}
         ended |= {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
-        yield self.event(f"response.{status}", response=self._begun | ended)
+        yield self._tell(f"response.{status}", response=self._begun | ended)
 
     def _add(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Adds what a chunk adds to a chat's message."""
@@ -255,17 +254,17 @@ class _Output:
 
     def _begin_item(self, item: dict[str, Any]) -> dict[str, Any]:
         self._items.append(item)
-        return self.event("response.output_item.added", output_index=self._last, item=item)
+        return self._tell("response.output_item.added", output_index=self._last, item=item)
 
     def _end_item(self, **fields: Any) -> dict[str, Any]:
         self._items[-1] = item = self._items[-1] | fields
-        return self.event("response.output_item.done", output_index=self._last, item=item)
+        return self._tell("response.output_item.done", output_index=self._last, item=item)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
         place = {"item_id": self._items[-1]["id"], "output_index": self._last}
-        return self.event(f"response.{kind}", **place, **fields)
+        return self._tell(f"response.{kind}", **place, **fields)
 
-    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _tell(self, kind: str, **fields: Any) -> dict[str, Any]:
         """The next event."""
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}

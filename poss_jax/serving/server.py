@@ -28,90 +28,62 @@ _SPARE_CONNECTIONS = 100  # beyond one per request: probes, clients' pools
 
 
 class Connection(H11Protocol):
-    """A connection that is cut when its client takes too long to ask, or to read.
+    """A connection that knows how long it has waited for its client.
 
-    When there are too many connections, the one that has waited longest for its client is cut, so
-    that new clients can always ask.
+    When there are too many, the one that has waited longest is cut, so that new clients can always
+    ask.
     """
 
-    def __init__(self, *args: Any, patience: float, most: int, **options: Any) -> None:
-        """Makes a connection.
-
-        Args:
-          args: uvicorn's.
-          patience: seconds for the head of a request, and for reading what was sent.
-          most: most connections before some are cut.
-          options: uvicorn's.
-        """
+    def __init__(self, *args: Any, most: int, **options: Any) -> None:
+        """Makes a connection; `most` is the number from which on others are cut."""
         super().__init__(*args, **options)
-        self._patience, self._most = patience, most
-        self._since = 0.0
-        self._to_ask: Any = None
-        self._to_read: Any = None
+        self._most = most
+        self._since = 0.0  # when it began to wait
+        self._is_paused = False  # what was sent is not read
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to wait for a request."""
+        """Begins to wait for a request; cuts another connection if there are too many."""
         super().connection_made(transport)
         self._since = self.loop.time()
-        self._await_request()
         if len(self.connections) > self._most:
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Cuts another connection: the one that has waited longest for its client."""
-        others = {one for one in self.connections if isinstance(one, Connection)} - {self}
-        if waiting := [one for one in others if one.waits_for_client]:
-            min(waiting, key=lambda one: one._since).transport.abort()
-
-    @property
-    def waits_for_client(self) -> bool:
-        """True if the client is to act: to ask, to send a body, or to read."""
-        if self.transport.is_closing():
-            return False
-        has_asked = self.cycle is not None and not self.cycle.response_complete
-        return not has_asked or self.cycle.more_body or self._to_read is not None
+            others = {one for one in self.connections if isinstance(one, Connection)} - {self}
+            if waiting := [one for one in others if one._waits_for_client]:
+                min(waiting, key=lambda one: one._since).transport.abort()
 
     def on_response_complete(self) -> None:
         """Begins to wait for the next request."""
         self._since = self.loop.time()
         super().on_response_complete()
 
-    def data_received(self, data: bytes) -> None:
-        """Receives a part of a request."""
-        super().data_received(data)
-        self._await_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the timers."""
-        super().connection_lost(exc)
-        self._to_ask, self._to_read = _cancelled(self._to_ask), _cancelled(self._to_read)
-
     def pause_writing(self) -> None:
         """Begins to wait for the client to read."""
         super().pause_writing()
-        self._to_read = self.loop.call_later(self._patience, self.transport.abort)
+        self._since, self._is_paused = self.loop.time(), True
 
     def resume_writing(self) -> None:
         """Stops waiting: the client has read."""
         super().resume_writing()
-        self._to_read = _cancelled(self._to_read)
+        self._is_paused = False
 
-    def _await_request(self) -> None:
-        """Starts the timer if the head of a request is still to come, else stops it."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._to_ask = _cancelled(self._to_ask)
-        elif self._to_ask is None:
-            self._to_ask = self.loop.call_later(self._patience, self._give_up)
+    def cut_if_late(self, patience: float) -> None:
+        """Cuts a connection whose client takes too long to ask or to read; see `Guard` for bodies.
 
-    def _give_up(self) -> None:
-        self._to_ask = None
-        if self.cycle is None or self.cycle.response_complete:
+        Args:
+          patience: seconds for the head of a request, and for reading what was sent.
+        """
+        is_waiting = self._is_paused or not self._has_asked
+        if is_waiting and self.loop.time() - self._since > patience:
             self.transport.abort()
 
+    @property
+    def _has_asked(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
-def _cancelled(timer: Any) -> None:  # of asyncio, or of uvloop
-    if timer is not None:
-        timer.cancel()
+    @property
+    def _waits_for_client(self) -> bool:
+        """True if the client is to act: to ask, to send a body, or to read."""
+        is_waiting = not self._has_asked or self.cycle.more_body or self._is_paused
+        return is_waiting and not self.transport.is_closing()
 
 
 class DrainingServer(uvicorn.Server):
@@ -120,16 +92,19 @@ class DrainingServer(uvicorn.Server):
     It also stops when decoding has failed, so that a supervisor can restart it.
     """
 
-    def __init__(self, settings: uvicorn.Config, app: FastAPI, *, drain_seconds: float) -> None:
+    def __init__(
+        self, settings: uvicorn.Config, app: FastAPI, *, drain_seconds: float, patience: float
+    ) -> None:
         """Makes a server; `run` serves.
 
         Args:
           settings: uvicorn's.
           app: made by `create_app`.
           drain_seconds: most seconds to finish answers.
+          patience: see `Connection.cut_if_late`.
         """
         super().__init__(settings)
-        self._app, self._drain_seconds = app, drain_seconds
+        self._app, self._drain_seconds, self._patience = app, drain_seconds, patience
         self._is_draining = False
 
     @property
@@ -139,7 +114,9 @@ class DrainingServer(uvicorn.Server):
         return service and service.scheduler.error
 
     async def on_tick(self, counter: int) -> bool:
-        """Says whether to stop; uvicorn asks several times per second."""
+        """Cuts slow clients; says whether to stop. uvicorn asks several times per second."""
+        for connection in list(self.server_state.connections):
+            connection.cut_if_late(self._patience)  # type: ignore[union-attr]
         return await super().on_tick(counter) or self.error is not None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -180,19 +157,19 @@ def make_server(
       app: made by `create_app`.
       config: settings.
       api_key: key that requests must carry; None: no key.
-      patience: see `Guard`.
+      patience: seconds a client may take to ask, to send a body, and to read the reply.
     """
     most = config.max_requests + _SPARE_CONNECTIONS
     settings = uvicorn.Config(
         guarded(app, config, api_key=api_key, patience=patience),
-        http=partial(Connection, patience=patience, most=most),  # type: ignore[arg-type]
+        http=partial(Connection, most=most),  # type: ignore[arg-type]
         ws="none",
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=5,
     )
-    return DrainingServer(settings, app, drain_seconds=config.drain_seconds)
+    return DrainingServer(settings, app, drain_seconds=config.drain_seconds, patience=patience)
 
 
 def listen(host: str, port: int) -> socket.socket:
