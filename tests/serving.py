@@ -15,8 +15,9 @@ import openai
 from poss_jax import Engine
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.engine.scheduler import Scheduler
-from poss_jax.serving.app import Service, create_app
+from poss_jax.serving.app import create_app
 from poss_jax.serving.server import DrainingServer, listen, make_server
+from poss_jax.serving.service import Service
 
 MODEL = "tiny"
 

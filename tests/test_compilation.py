@@ -1,7 +1,5 @@
 """Shapes cost a compilation each, and only once."""
 
-import time
-
 import jax
 import pytest
 from models import make_engine, random_target, tiny_llama
@@ -69,20 +67,3 @@ def test_other_settings_compile_nothing(engine, compilations):
     compilations.clear()
     engine.generate([[4, 5]] * 6, sampling=[*settings, *settings], **call)
     assert not compilations
-
-
-@pytest.mark.slow
-@pytest.mark.optimised
-def test_compiling_takes_longer_with_every_drafted_position(engine):
-    """Prints the seconds that `_SLOW_DEPTH` of engine/device.py was chosen by.
-
-    python -m pytest tests/test_compilation.py -m slow -s
-    """
-    seconds = {}
-    for depth in (4, 8, 16, 32):
-        tree = TreeConfig(depth=depth, top_k=4, total_tokens=32)
-        start = time.monotonic()
-        engine.with_tree(tree).generate([[1, 2, 3]], max_new_tokens=5)
-        seconds[depth] = time.monotonic() - start
-    print({depth: f"{took:.0f} s" for depth, took in seconds.items()})
-    assert seconds[32] > 1.5 * seconds[8]

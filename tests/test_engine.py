@@ -400,19 +400,6 @@ def test_fitting_a_tree(
     assert len(caplog.records) == (asked != fitted)
 
 
-def test_trees_that_compile_for_minutes_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    fit_tree(TreeConfig(depth=16, top_k=2, total_tokens=30), 300)
-    assert caplog.records == []
-    fit_tree(TreeConfig(depth=17, top_k=2, total_tokens=30), 300)
-    (record,) = caplog.records
-    assert record.getMessage().startswith("a tree of depth 17 may take minutes to compile")
-
-
-def test_trees_of_too_many_candidates_are_refused() -> None:
-    with pytest.raises(UserError, match=r"want fewer than 2\*\*31 candidates, got 15,984"):
-        fit_tree(TreeConfig(depth=1000, top_k=4000, total_tokens=60), 10**4)
-
-
 # --------------------------------------------------------------------------------------------------
 # Memory
 

@@ -13,12 +13,12 @@ import yaml
 
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.engine.scheduler import Scheduler
-from poss_jax.engine.stats import Stats
+from poss_jax.engine.streams import Stats
 from poss_jax.program.arguments import read_arguments
 
 pytest.importorskip("fastapi")
 from poss_jax.serving.app import create_app
-from poss_jax.serving.metrics import Metrics
+from poss_jax.serving.service import Metrics
 
 FOLDER = Path(__file__).parent.parent / "examples" / "kubernetes"
 

@@ -18,10 +18,10 @@ from test_text import BYTE_LEVEL, spell
 from benchmarks.schemas import KINDS
 from poss_jax import Engine, Generation, SamplingConfig, Scheduler, Slots, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, Drafting
-from poss_jax.engine import guided, leader, slots
-from poss_jax.engine.grammar import _LIMITS, Grammar, GrammarCompiler
-from poss_jax.engine.guided import Walk, no_masks
+from poss_jax.engine import leader, live, slots
+from poss_jax.engine.grammar import _LIMITS, Grammar, GrammarCompiler, Walk
 from poss_jax.engine.leader import follow
+from poss_jax.engine.live import no_masks
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scoring import score_prompt
 
@@ -128,7 +128,7 @@ def test_drafts_change_no_text(
 def test_without_time_to_walk_texts_are_the_same(
     alone: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guided, "_WALK_SECONDS", 0.0)
+    monkeypatch.setattr(live, "_WALK_SECONDS", 0.0)
     engine = draw_engine(TREE)
     answers = engine.decode(prepare_all(engine), batch_size=4)
     assert [one.output_ids for one in answers] == [one.output_ids for one in alone]
@@ -138,7 +138,7 @@ def test_texts_of_sampled_drafts_match_too(
     alone: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy ones are still the target's; walks over drawn trees have all the time they need."""
-    monkeypatch.setattr(guided, "_WALK_SECONDS", 0.0)
+    monkeypatch.setattr(live, "_WALK_SECONDS", 0.0)
     engine = draw_engine(TREE, drafting="sampled")
     answers = engine.decode(prepare_all(engine), batch_size=4)
     check_matches(answers)

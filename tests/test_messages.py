@@ -116,9 +116,9 @@ def test_a_role_that_the_template_names() -> None:
 def show(tokenizer: Any, tokens: list[int], top: list[int], *, is_chat: bool) -> dict[str, Any]:
     """Log-probabilities of tokens, at each of which the same ones are likely."""
     before = tokenizer("b")["input_ids"][-1:]
-    job = Job([PreparedPrompt(before, len(tokens), is_chat=is_chat)], [], len(top), 1, [""])
-    options = {"usage": False, "speculation": False, "token_ids": False}
-    reply = Reply(Tokenising(tokenizer), job, model="tiny", is_chat=is_chat, options=options)
+    prompt = PreparedPrompt(before, len(tokens), is_chat=is_chat)
+    job = Job([prompt], [], len(top), 1, [""], is_chat=is_chat)
+    reply = Reply(Tokenising(tokenizer), job, model="tiny")
     one = TokenLogprobs(-0.5, top, [-float(place) for place in range(len(top))])
     event: Any = reply.take(0, Chunk([], tokens, [0] * len(tokens), logprobs=[one] * len(tokens)))
     return event["choices"][0]["logprobs"]

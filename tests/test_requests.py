@@ -10,8 +10,7 @@ from test_messages import Tokenising
 from test_text import byte_level
 
 from poss_jax.config.decoding import ServeConfig
-from poss_jax.serving.api import add_api
-from poss_jax.serving.app import guarded
+from poss_jax.serving.app import add_api, guarded
 from poss_jax.serving.bodies import (
     FOREIGN,
     ApiError,

@@ -43,7 +43,7 @@ class City(BaseModel):
 
 def read(**fields: Any) -> tuple[ResponseRequest, Job]:
     body = parse_body(ResponseRequest, json.dumps({"input": "hi"} | fields).encode())
-    return body, read_response(engine_of(CALLING["hermes"]), CONFIG, body)[1]
+    return body, read_response(engine_of(CALLING["hermes"]), CONFIG, body)
 
 
 def client(*parts: str, stop_reason: Any = "stop") -> Any:
@@ -64,9 +64,7 @@ def client(*parts: str, stop_reason: Any = "stop") -> Any:
             body, job = read(**json.loads(request.content))
         except ApiError as error:
             return httpx.Response(error.status, json=error.body())
-        options = {"usage": False, "speculation": False, "token_ids": False}
-        given: Any = {"model": "tiny", "is_chat": True, "options": options}
-        reply = ResponseReply(body, engine_of(CALLING["hermes"]), job, **given)
+        reply = ResponseReply(body, engine_of(CALLING["hermes"]), job, model="tiny")
         if not body.stream:
             return httpx.Response(200, json=asyncio.run(reply.write_body(chunks())))
         kind = {"content-type": "text/event-stream"}

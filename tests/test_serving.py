@@ -26,7 +26,7 @@ from poss_jax.config.decoding import ServedSampling
 from poss_jax.engine.prompts import prompt_seed
 from poss_jax.model.documents import encode
 from poss_jax.model.target import stack_layers
-from poss_jax.serving.app import Service
+from poss_jax.serving.service import Service
 
 N = 24
 PROMPTS = ["def area_7", "def area_1_1(width, heig"]

@@ -24,8 +24,7 @@ from poss_jax.config.decoding import SamplingConfig, ServeConfig, ServedSampling
 from poss_jax.config.reading import UserError
 from poss_jax.decode.sampling import SETTINGS, Sampling
 from poss_jax.engine.scheduler import Scheduler
-from poss_jax.serving import app as app_module
-from poss_jax.serving import bodies, requests
+from poss_jax.serving import bodies, requests, service
 from poss_jax.serving.app import create_app, make_slots
 from poss_jax.serving.bodies import (
     ApiError,
@@ -374,7 +373,7 @@ def test_how_many_log_probabilities_a_reply_may_have(
 def test_bodies_are_read_beside_the_event_loop_and_large_ones_in_turn(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parse, loops, together, most = app_module.parse_body, [], 0, 0
+    parse, loops, together, most = service.parse_body, [], 0, 0
 
     def watch(*args: Any) -> Any:
         nonlocal together, most
@@ -386,7 +385,7 @@ def test_bodies_are_read_beside_the_event_loop_and_large_ones_in_turn(
         together -= 1
         return parse(*args)
 
-    monkeypatch.setattr(app_module, "parse_body", watch)
+    monkeypatch.setattr(service, "parse_body", watch)
     large = {"prompt": "a", "max_tokens": 1, "user": "x" * 2**17}
     for body, expected in ((large, 1), (large | {"user": "x"}, 4)):
         most = 0

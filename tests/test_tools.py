@@ -300,9 +300,8 @@ def test_tools_that_are_not_strict_leave_answers_free() -> None:
 def reply(*parts: str, stop_reason: Any = "stop") -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Events and body of an answer that comes in parts."""
     job = ask(CALLING["hermes"])
-    options = {"usage": False, "speculation": False, "token_ids": False}
     engine = Tokenising(tokenizer_of(CALLING["hermes"]))
-    made = Reply(engine, job, model="tiny", is_chat=True, options=options)
+    made = Reply(engine, job, model="tiny")
     chunks = [Chunk([Piece(part, 0)], [5], [0]) for part in parts]
     whole = Generation([1], [5] * len(parts), "".join(parts), [], [], stop_reason)
     taken = [made.take(0, chunk) for chunk in [*chunks, Chunk([], [], [], answer=whole)]]

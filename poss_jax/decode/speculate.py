@@ -53,9 +53,6 @@ def first_state(
     """Chooses the first token after prompts already run through target and draft.
 
     Args:
-      weights: parameters of target and draft.
-      config: static settings of decoding.
-      request: the batch.
       out: what `prefill` gives.
       allowed: tokens that a grammar allows (see `sampling.forbid`); None: all.
     """

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from poss_jax.engine.grammar import Guide
-from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.prompts import Guide, PreparedPrompt
 from poss_jax.engine.text import Piece, TextStream, decode_behind, find_anchor
 
 StopReason = Literal["stop", "length", "cancelled"]
@@ -147,10 +146,7 @@ def read_answer(
     """Reads one sequence of a finished batch.
 
     Args:
-      prompt: what it continues.
       output: fields of `decode.state.Output`, on the host.
-      row: index of the sequence.
-      stop_ids: tokens that end a text.
       tokenizer: the target's; None: no text.
     """
     tokens = output["tokens"][row, : output["num_tokens"][row]].tolist()

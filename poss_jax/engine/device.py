@@ -88,10 +88,8 @@ def check_weights(
     """Refuses a target whose weights alone exceed the memory, before they are read.
 
     Args:
-      record: record of the target.
       dtype: dtype of all that is not quantised.
       quantise: type to round its matrices to.
-      mesh: grid of devices; None: one device.
 
     Raises:
       UserError: the weights exceed the memory.
@@ -115,11 +113,6 @@ def check_weights(
 
 def check_memory(weights: Weights, config: DecodeConfig, *, batch_size: int) -> None:
     """Refuses a batch that cannot fit in memory.
-
-    Args:
-      weights: parameters of target and draft.
-      config: static settings of decoding.
-      batch_size: number of sequences.
 
     Raises:
       UserError: the weights, the caches and one round's logits alone exceed the memory.

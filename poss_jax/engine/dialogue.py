@@ -121,10 +121,7 @@ def answer_all(
     A dialogue ends early if its next prompt is refused (see `Dialogue.ended`).
 
     Args:
-      engine: prepares prompts.
       dialogues: conversations; their answers are added to them.
-      decode: answers a batch.
-      batch_size: number of prompts decoded together.
       refuse: returns why to drop an answer and end its dialogue; "" keeps it.
       by_length: batch prompts of similar length, which are padded less.
 
@@ -162,10 +159,6 @@ def read_prompts(path: AnyPath) -> list[dict[str, Any]]:
 def check_record(record: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns a record that holds exactly one of `PROMPT_KEYS`.
 
-    Args:
-      record: the record.
-      where: its place, for the message.
-
     Raises:
       UserError: it holds none or several, an empty prompt, or one of a wrong type.
     """
@@ -184,11 +177,6 @@ def read_dialogues(
 
     A record's own `sampling` wins over the run's. A record without a seed gets one from the run's
     seed and its place.
-
-    Args:
-      records: lines of a prompt file (see `read_prompts`).
-      sampling: how the run chooses tokens.
-      max_new_tokens: most new tokens of each answer.
 
     Raises:
       UserError: invalid settings.

@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -37,10 +36,10 @@ from poss_jax.engine.device import (
     prefill_chunks,
     with_rows,
 )
-from poss_jax.engine.grammar import Grammar, GrammarCompiler
 from poss_jax.engine.live import answer_live, run_live
 from poss_jax.engine.models import fuse, fuse_own, lend, load_fused, replace_target
 from poss_jax.engine.prompts import (
+    Constraint,
     PreparedPrompt,
     Prompt,
     Rendering,
@@ -317,7 +316,7 @@ class Engine:
         num_continued: int = 0,
         is_chat: bool | None = None,
         shown_ids: Sequence[int] = (),
-        grammar: Grammar | None = None,
+        grammar: Constraint | None = None,
         drafts: bool = True,
     ) -> PreparedPrompt:
         """Tokenises a prompt and checks it, its settings and its limit: nobody does so again.
@@ -347,13 +346,13 @@ class Engine:
         if num_continued >= len(ids):
             raise UserError("continued_tokens: want fewer than the prompt has")
         is_chat = isinstance(prompt[0], dict) if is_chat is None else is_chat
-        guide = grammar and self._grammars.compile(grammar, ids[len(ids) - num_continued :])
+        guide = None
+        if grammar is not None:
+            continued = ids[len(ids) - num_continued :]
+            V = self.target_config.vocab_size
+            guide = grammar.compile(self.tokenizer, V, self.stop_ids, continued)
         of_text = num_continued, is_chat, shown_ids, guide, drafts
         return PreparedPrompt(ids, limit, sampling, stop_ids, *of_text)
-
-    @cached_property
-    def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer, self.target_config.vocab_size, self.stop_ids)
 
     def encode(
         self, prompt: Prompt, rendering: Rendering | None = None, *, is_bare: bool = False

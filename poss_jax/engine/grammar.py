@@ -3,11 +3,15 @@
     Grammar ─► GrammarCompiler (a target's) ─► Guide (a text's state) ─► masks, a bit per token
 
 `llguidance` reads schemas and grammars and matches tokens byte by byte. It needs about 30 us per
-node, so the host walks the drafted tree between drafting and verifying (`guided.py`).
+node, so the host walks the drafted tree between drafting and verifying (`live.py`): deeper nodes
+that a grammar forbids are cut off, and tokens that are certain take their places, such as the name
+of the next field.
 """
 
 import json
+import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -68,6 +72,17 @@ class Grammar:
         with _errors_of(name):
             return cls(_llguidance().grammar_from("grammar", text), name)
 
+    def compile(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        stop_ids: Sequence[int],
+        continued: Sequence[int] = (),
+    ) -> "Guide":
+        """Compiles it for the tokens of a target (see `GrammarCompiler`)."""
+        compiler = _compiler_of(tokenizer, vocab_size, tuple(stop_ids))
+        return compiler.compile(self, continued)
+
 
 class GrammarCompiler:
     """Compiles grammars for the tokens of one target."""
@@ -76,8 +91,6 @@ class GrammarCompiler:
         """Reads a tokenizer, which takes up to a second.
 
         Args:
-          tokenizer: the target's.
-          vocab_size: V.
           stop_ids: tokens that end a text once it matches.
 
         Raises:
@@ -101,7 +114,6 @@ class GrammarCompiler:
         """Compiles a grammar, within limits on its size and the time; one at a time.
 
         Args:
-          grammar: what an answer must match.
           continued: tokens that the answer has already.
 
         Raises:
@@ -121,6 +133,11 @@ class GrammarCompiler:
             guide.fill(np.zeros(-(-self._tokens.vocab_size // 32), np.uint32))
         guide.check()
         return guide
+
+
+@lru_cache(maxsize=4)
+def _compiler_of(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, vocab_size, stop_ids)
 
 
 class Guide:
@@ -160,6 +177,10 @@ class Guide:
         """Writes which tokens may follow: a mask [words] uint32, as `sampling.unpack` reads it."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
+    def mend(self, *tree: np.ndarray, depth: int, seconds: float) -> None:
+        """Fills the masks of a tree, and replaces its forbidden nodes (see `Walk`)."""
+        Walk(self, *tree).mend(depth=depth, seconds=seconds)
+
     def enter(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the masks allow, for a look at what may follow them."""
         self._matcher.consume_tokens(list(tokens))
@@ -171,6 +192,99 @@ class Guide:
     def ends_with(self, token: int) -> bool:
         """Tells whether a token ends the text."""
         return token in self._stop_ids
+
+
+class Walk:
+    """A grammar's walk over one tree."""
+
+    def __init__(
+        self, guide: Guide, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray
+    ) -> None:
+        """Begins at the root.
+
+        Args:
+          guide: the grammar there; stays as it is.
+          tokens: token of each node [M]; changed by `mend`.
+          parents: node that each one continues [M], as in `Tree`; changed.
+          masks: which tokens may follow each node [M words], ones at first; filled.
+        """
+        self._guide, self._here = guide, guide.copy()
+        self._tokens, self._parents, self._masks = tokens, parents, masks
+        self._leaves: dict[int, list[int]] = {}  # reached, without reached children: their paths
+        self._free = set(range(1, len(tokens)))
+        self._until = math.inf
+
+    def mend(self, *, depth: int, seconds: float = math.inf) -> None:
+        """Fills the masks, and replaces forbidden nodes by certain ones.
+
+        A forbidden node becomes its own parent, so that no path reaches it; so do those for which
+        there is no time. A token is certain if it is the only one allowed.
+
+        Args:
+          depth: longest path the tree may have.
+          seconds: time there is.
+        """
+        self._until = time.monotonic() + seconds
+        children: list[list[int]] = [[] for _ in self._tokens]
+        for node, parent in enumerate(self._parents[1:].tolist(), start=1):
+            children[parent].append(node)
+        self._visit(0, [], children)
+        free = sorted(self._free)
+        self._parents[free] = free
+        for leaf, path in self._leaves.items():
+            self._append_certain(leaf, path, free, depth)
+
+    def _visit(self, node: int, path: list[int], children: list[list[int]]) -> None:
+        """Fills the masks of a node and of all that may follow it."""
+        mask = self._masks[node]
+        self._here.fill(mask)
+        tokens = {child: int(self._tokens[child]) for child in children[node]}
+        allowed = {child: token for child, token in tokens.items() if _has(mask, token)}
+        if not allowed:
+            self._leaves[node] = path
+        for child, token in allowed.items():
+            if time.monotonic() > self._until:
+                return
+            self._free.remove(child)
+            if not self._guide.ends_with(token):
+                self._here.enter([token])
+                self._visit(child, [*path, token], children)
+                self._return_to(path)
+
+    def _append_certain(self, node: int, path: list[int], free: list[int], depth: int) -> None:
+        """Appends certain tokens to a leaf, as long as there are places."""
+        self._here = self._guide.copy()
+        self._here.enter(path)
+        for _ in range(len(path), depth):
+            token = _only_token(self._masks[node])
+            if not free or token is None or time.monotonic() > self._until:
+                return
+            child = free.pop(0)
+            self._tokens[child], self._parents[child] = token, node
+            if self._guide.ends_with(token):
+                return
+            self._here.enter([token])
+            self._here.fill(self._masks[child])
+            node = child
+
+    def _return_to(self, path: list[int]) -> None:
+        """Goes back one token; from an error, such as a limit, there is no way but a new walk."""
+        if self._here.is_broken:
+            self._here = self._guide.copy()
+            self._here.enter(path)
+        else:
+            self._here.leave(1)
+
+
+def _has(mask: np.ndarray, token: int) -> bool:
+    return bool(mask[token // 32] >> (token % 32) & 1)
+
+
+def _only_token(mask: np.ndarray) -> int | None:
+    """The only token that a mask allows; None if there are others."""
+    words = np.flatnonzero(mask)
+    word = int(mask[words[0]]) if len(words) == 1 else 0
+    return 32 * int(words[0]) + word.bit_length() - 1 if word.bit_count() == 1 else None
 
 
 def _check_size(text: str, name: str) -> None:

@@ -1,14 +1,165 @@
-"""A batch whose answers grow step by step: one runs while the host reads the one before."""
+"""Answers that grow step by step: one step runs while the host reads the one before.
 
+A step is a few rounds; or, if grammars guide some of its texts, one round with the host in between:
+
+    draft (device) ─► walk the trees (host) ─► verify (device)
+                      masks of all nodes       accept, commit
+
+The draft knows what a grammar allows after the root; `grammar.Walk` mends the deeper nodes. On
+several hosts process 0 walks for slots, and the others get its plan (`leader.py`).
+"""
+
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.decode import speculate
+from poss_jax.decode.rejection import DrawnTree
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.tree import Tree, make_tree
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
-from poss_jax.engine.guided import first_masks, run_guided
-from poss_jax.engine.rounds import Pace, count_rounds, read_rounds, run_step, start
+from poss_jax.engine.prompts import Guide
+from poss_jax.engine.rounds import (
+    Pace,
+    Rounds,
+    count_rounds,
+    end_others,
+    jit_step,
+    mark,
+    pack_new,
+    read_rounds,
+    run_step,
+    start,
+)
+from poss_jax.shapes import Array, Bool, Float, UInt
+
+_WALK_SECONDS = 0.05  # per tree; a harmless grammar takes 2 ms for 60 nodes
+_WALKERS = ThreadPoolExecutor(thread_name_prefix="poss-grammar")
+
+Drafted = tuple[Tree, Float[Array, "B positions V"] | None]
+"""A drafted tree, and the noise of the round."""
+
+
+class Plan(NamedTuple):
+    """What the host decides about the trees of a round.
+
+    Attributes:
+      tokens: token of every node.
+      parents: node that each one continues, as in `Tree`.
+      masks: which tokens may follow each node (see `sampling.unpack`).
+    """
+
+    tokens: np.ndarray  # [B M] int32
+    parents: np.ndarray  # [B M] int32
+    masks: np.ndarray  # [B M words] uint32
+
+
+def _draft(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    is_text: Bool[Array, " B"],
+    allowed: UInt[Array, "B words"],
+) -> tuple[DecodeState, Drafted]:
+    state = end_others(config, state, is_text)
+    noise = speculate.round_noise(config, request, state)
+    tree = speculate.draft_tree(weights, config, request, state, noise, allowed)
+    return state, (tree, noise)
+
+
+def _verify(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    drafted: Drafted,
+    plan: Plan,
+) -> tuple[DecodeState, Rounds]:
+    tree, noise = drafted
+    tokens, parents, masks = map(jnp.asarray, plan)
+    if not isinstance(tree, DrawnTree):  # the test of drawn children depends on their places
+        tree = make_tree(tokens, parents, depth=config.max_accepted)
+    before = state.output
+    state = speculate.finish_round(weights, config, request, state, tree, noise, masks)
+    return state, pack_new(config, before, state.output)
+
+
+draft = jit_step(_draft, donate_argnums=3)
+verify = jit_step(_verify, donate_argnums=3)
+
+
+def run_guided(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    *,
+    texts: Sequence[int],
+    guides: Mapping[int, Guide],
+) -> tuple[DecodeState, Rounds]:
+    """Runs a round; returns before it is verified.
+
+    Args:
+      state: donated; the host has read all tokens in it.
+      texts: indices of the texts the host wants to continue; others end.
+      guides: grammars of some texts, after all of these tokens.
+    """
+    batch_size = len(request.limits)
+    first = first_masks(guides, batch_size, config.target.vocab_size)
+    batch = weights, config, request
+    state, drafted = draft(*batch, state, mark(texts, batch_size), first)
+    # Processes that all walk must find the same, and may differ in speed.
+    plan = walk_trees(config, drafted[0], guides, has_time=jax.process_count() > 1)
+    return verify(*batch, state, drafted, plan)
+
+
+def walk_trees(
+    config: DecodeConfig, tree: Tree, guides: Mapping[int, Guide], *, has_time: bool = False
+) -> Plan:
+    """Walks the trees of some texts, in parallel, once the device has drafted them.
+
+    Args:
+      guides: grammars of some texts, at the roots; they stay as they are.
+      has_time: whether walks may take any time; else they end early.
+    """
+    # A drawn child that the target accepts is kept, so all nodes of such trees need their masks.
+    has_time |= isinstance(tree, DrawnTree)
+    tokens, parents = _read(tree.tokens), _read(tree.parents)
+    plan = Plan(tokens, parents, no_masks(config.target.vocab_size, *tokens.shape))
+
+    def walk(index: int) -> None:
+        seconds = math.inf if has_time else _WALK_SECONDS
+        row = (part[index] for part in plan)
+        guides[index].mend(*row, depth=config.max_accepted, seconds=seconds)
+
+    list(_WALKERS.map(walk, guides))
+    return plan
+
+
+def _read(numbers: Array) -> np.ndarray:
+    """Numbers on the host, to be changed; of a shape, which only compiles, any."""
+    is_shape = isinstance(numbers, jax.ShapeDtypeStruct)
+    return np.zeros(numbers.shape, numbers.dtype) if is_shape else np.array(numbers)
+
+
+def first_masks(guides: Mapping[int, Guide], batch_size: int, vocab_size: int) -> np.ndarray:
+    """Masks of the next token of every sequence, [B words] uint32."""
+    masks = no_masks(vocab_size, batch_size)
+    for index, guide in guides.items():
+        guide.fill(masks[index])
+    return masks
+
+
+def no_masks(vocab_size: int, *shape: int) -> np.ndarray:
+    """Masks that allow all tokens (see `sampling.unpack`), [*shape words] uint32."""
+    return np.full((*shape, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
 
 
 def run_live(
@@ -17,8 +168,6 @@ def run_live(
     """Decodes a batch step by step, until all answers have ended.
 
     Args:
-      weights: parameters of target and draft.
-      config: static settings of decoding.
       request: the batch; sequences beyond `answers` are padding.
       answers: one per sequence; the rounds are added to them.
 

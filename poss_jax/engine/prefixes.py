@@ -32,7 +32,6 @@ def name_blocks(ids: Sequence[int], rotations: Sequence[int], *, chunk: int) -> 
     is paired; so the last token of a prompt, which must be read, is in no block.
 
     Args:
-      ids: the prompt.
       rotations: `RopeConfig.rotation` of target and draft.
       chunk: tokens per block.
     """
@@ -74,7 +73,6 @@ class Prefixes:
         Args:
           names: names of all blocks of the prompt.
           new: indices of the new ones.
-          cut: copies the block of an index.
         """
         for index in new:
             if names[index] in self._blocks:
@@ -104,8 +102,6 @@ def make_prefixes(
     """Makes a prefix cache, which takes at most half the memory that is left.
 
     Args:
-      weights: parameters of target and draft.
-      config: static settings of decoding.
       most_bytes: most bytes per device.
       batch_size: sequences whose caches are held besides.
     """

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from poss_jax.data.rendering import RenderEnded, RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer
 from poss_jax.decode.sampling import OF_OUTPUT, SETTINGS, Sampling
 from poss_jax.decode.state import Request
-from poss_jax.engine.grammar import Guide
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or chat messages ({"role", "content"}, and other fields the template reads)."""
@@ -42,6 +41,35 @@ class Rendering(NamedTuple):
     tools: Sequence[dict[str, Any]] | None = None
     is_asking: bool = True
     variables: Mapping[str, Any] = MappingProxyType({})
+
+
+@runtime_checkable
+class Guide(Protocol):
+    """Decides which tokens may follow a text; `grammar.Guide` does so by a grammar."""
+
+    def copy(self) -> "Guide":
+        """The same state, for another text."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the text; raises UserError for one that may not follow."""
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Writes which tokens may follow: a mask [words] uint32, as `sampling.unpack` reads it."""
+
+    def mend(self, *tree: np.ndarray, depth: int, seconds: float) -> None:
+        """Fills the masks of a tree, and replaces its forbidden nodes (see `grammar.Walk`)."""
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """What an answer must match, such as a `grammar.Grammar`."""
+
+    def compile(
+        self, tokenizer: Any, vocab_size: int, stop_ids: Sequence[int], continued: Sequence[int]
+    ) -> Guide:
+        """A guide for the tokens of a target, after those that the answer has already."""
+        ...
 
 
 class PreparedPrompt(NamedTuple):
@@ -131,9 +159,7 @@ def encode_prompt(
     no special tokens from their content.
 
     Args:
-      prompt: a prompt of any kind.
       tokenizer: the target's tokenizer; None accepts token ids only.
-      vocab_size: size of the target's vocabulary.
       rendering: how messages are written; None: asking for an answer.
       is_bare: a text gets only the special tokens that it spells out.
 
@@ -232,7 +258,6 @@ def lay_out(
     """Lays a batch into arrays of the host.
 
     Args:
-      prompts: one per sequence.
       stop_ids: tokens that end each answer.
       num_tokens: room per sequence, at least the longest prompt.
       num_stop_ids: least room for the stop ids of each.

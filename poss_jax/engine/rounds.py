@@ -215,9 +215,6 @@ def run_step(
     """Runs some rounds, fewer if a text ends; returns before they are done.
 
     Args:
-      weights: parameters of target and draft.
-      config: static settings of decoding.
-      request: the batch.
       state: donated.
       texts: indices of the texts the host wants to continue; others end.
       num_rounds: how many, at most `MOST_ROUNDS`.

@@ -25,14 +25,12 @@ import jax
 
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Round, TokenLogprobs
-from poss_jax.engine.calls import Calls, run_first
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.rounds import Pace, Rounds, count_rounds, read_rounds
 from poss_jax.engine.scoring import read_all_scores
 from poss_jax.engine.slots import Slots, run_guided_round
-from poss_jax.engine.stats import Stats
-from poss_jax.engine.streams import Stream
+from poss_jax.engine.streams import Calls, Stats, Stream, run_first
 from poss_jax.engine.warm_up import WarmUp
 from poss_jax.shapes import Params
 

@@ -22,9 +22,7 @@ class Scoring:
         """Scores nothing yet.
 
         Args:
-          weights: the target's parameters.
           config: made by `configure_scoring`.
-          ids: the prompt.
           batch_size: sequences that the devices take; all get this prompt.
         """
         prompts = [PreparedPrompt(list(ids), 1)] * batch_size
@@ -34,7 +32,7 @@ class Scoring:
         self._prefill = steps.begin(weights, config, self._request) if self._num_chunks else None
 
     def score_next(self, weights: Weights) -> Logprobs:
-        """Scores the next chunk (see `score_chunk`)."""
+        """Scores the next chunk (see `steps.score`)."""
         batch = weights, self._config, self._request, self._prefill, np.int32(self._index)
         self._prefill, scores = steps.score(*batch)
         self._index += 1
@@ -63,7 +61,6 @@ def score_prompt(
     """Scores every token of a prompt but the first, as answers' tokens are scored.
 
     Args:
-      engine: holds the target.
       ids: token ids that `Engine.prepare` accepts.
       num_logprobs: most likely tokens to list at each position, at least 1.
       max_length: longest prompt, which one program then serves; None: this one's.

@@ -23,13 +23,12 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, one_line
 from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Request, Weights
-from poss_jax.engine import guided, steps
+from poss_jax.engine import live, steps
 from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.grammar import Guide
-from poss_jax.engine.guided import Drafted, Plan, first_masks, walk_trees
+from poss_jax.engine.live import Drafted, Plan, first_masks, walk_trees
 from poss_jax.engine.prefixes import Prefixes, make_prefixes, name_blocks
-from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, lay_out
+from poss_jax.engine.prompts import Guide, PreparedPrompt, PromptTooLong, lay_out
 from poss_jax.engine.rounds import Rounds, mark, run_step
 from poss_jax.engine.scoring import Scoring, configure_scoring
 from poss_jax.engine.trees import cover_trees, tree_for
@@ -97,9 +96,7 @@ class Slots:
 
         Args:
           engine: target and draft; its trees give the tree per number of texts.
-          sizes: see the attribute.
-          max_length: see the attribute; None: the engine's.
-          max_logprobs: see the attribute.
+          sizes, max_length, max_logprobs: see the attributes; None: the engine's length.
           max_cache_bytes: most bytes of keys and values per device; None: what is needed.
           max_prefix_bytes: most bytes of the prefix cache per device; 0: none.
 
@@ -292,7 +289,6 @@ class Slots:
         """Chooses the first new token and gives the text a slot.
 
         Args:
-          slot: an empty one.
           masks: tokens that may be chosen (see `masks`); None: any.
         """
         assert self._reading is not None, "want begin first"
@@ -307,7 +303,6 @@ class Slots:
         """Runs some rounds without grammars (see `run_step`); returns before they are done.
 
         Args:
-          program: the kind of round.
           texts: slots whose texts continue; texts of other slots end.
           num_rounds: how many, at most `rounds.MOST_ROUNDS`.
         """
@@ -321,21 +316,18 @@ class Slots:
         """Drafts the trees of a round with grammars.
 
         Args:
-          program: the kind of round.
-          texts: as for `run`.
           masks: tokens that may follow each text (see `masks`).
         """
         batch = *self._batch(program), mark(texts, self.size), masks
-        self._state, self._drafted = guided.draft(*batch)
+        self._state, self._drafted = live.draft(*batch)
 
     def verify(self, program: Program, plan: Plan) -> Rounds:
         """Ends a round that `draft` began; returns before it is done.
 
         Args:
-          program: the kind of round.
           plan: what `walk` returned on one of the processes.
         """
-        self._state, rounds = guided.verify(*self._batch(program), self._drafted, plan)
+        self._state, rounds = live.verify(*self._batch(program), self._drafted, plan)
         self._drafted = None
         return rounds
 
@@ -412,8 +404,6 @@ def run_guided_round(
     """Runs a round with grammars; returns before it is verified.
 
     Args:
-      slots: slots, or their `Leader`.
-      program: the kind of round.
       texts: slots whose texts continue; texts of other slots end.
       guides: grammars by slot, after all tokens of these texts.
     """

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poss_jax.decode import scoring, speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Request, Weights
 from poss_jax.engine.prompts import HostRequest, make_request
 from poss_jax.engine.rounds import Rounds, jit_step, pack_first
 from poss_jax.model.cache import KeysValues, KVCache, commit_rows, cut_rows
-from poss_jax.model.target import Prefill, end_prefill
+from poss_jax.model.target import Prefill, end_prefill, read_logits, verify
 from poss_jax.shapes import Array, Bool, Int, UInt
+
+_BLOCK = 64  # scored rows whose logits are held at once; a larger chunk is a multiple
 
 
 class Block(NamedTuple):
@@ -115,6 +117,53 @@ def _move(
     return request, state.replace(output=output)
 
 
+@jax.named_scope("score")
+def _score_chunk(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    prefill: Prefill,
+    index: Int[Array, ""],
+) -> tuple[Prefill, Logprobs]:
+    """Reads a chunk of the prompts; scores the token after each of its rows.
+
+    No more than a block's logits are held.
+
+    Args:
+      config: its `num_logprobs` is at least 1.
+      prefill: all chunks before, for the target alone.
+
+    Returns:
+      The chunks so far, and log-probabilities of tokens `first + 1` to `first + chunk` [B chunk].
+    """
+    size = config.chunk
+    tokens = jnp.pad(request.tokens, ((0, 0), (0, -request.tokens.shape[1] % size + 1)))
+    both = lax.dynamic_slice_in_dim(tokens, index * size, size + 1, axis=1)
+    depths = jnp.broadcast_to(jnp.arange(size)[None], (len(tokens), size))
+    causal = depths[:, :, None] >= depths[:, None, :]
+    out = verify(weights.target, config.target, prefill.cache, both[:, :-1], depths, causal)
+    cache = commit_rows(prefill.cache, out.rows, jnp.full_like(request.lengths, size))
+
+    def score(block: tuple[Array, Array]) -> Logprobs:
+        hidden, following = block
+        return speculate.token_logprobs(config, read_logits(weights.target, hidden), following)
+
+    parts = jax.tree.map(_split, (out.features, both[:, 1:]))
+    return prefill.replace(cache=cache), jax.tree.map(_join, lax.map(score, parts))
+
+
+def _split(rows: Array) -> Array:
+    """[B T ...] -> [blocks B T / blocks ...]."""
+    block = min(_BLOCK, rows.shape[1])
+    return jnp.moveaxis(rows.reshape(len(rows), -1, block, *rows.shape[2:]), 1, 0)
+
+
+def _join(blocks: Array) -> Array:
+    """Undoes `_split`."""
+    rows = jnp.moveaxis(blocks, 0, 1)
+    return rows.reshape(len(rows), -1, *rows.shape[3:])
+
+
 def shapes_of(tree: Any) -> Any:
     """Shapes, dtypes and places of the arrays of a tree, as a step of slots takes them."""
 
@@ -134,6 +183,6 @@ begin = jit_step(speculate.begin_prefill, keep_unused=True)
 extend = jit_step(speculate.run_chunks, donate_argnums=3)
 cut_block = jit_step(_cut_block)
 append_block = jit_step(_append_block, donate_argnums=3)
-score = jit_step(scoring.score_chunk, donate_argnums=3)
+score = jit_step(_score_chunk, donate_argnums=3)
 insert = jit_step(_insert, donate_argnums=(2, 3))
 resize = jit_step(_move)

@@ -1,20 +1,34 @@
-"""Answers on their way: filled by the scheduler's thread, read by any thread or event loop."""
+"""Between the scheduler's thread and others: answers on their way, functions to run, counts."""
 
 import asyncio
+import logging
 import queue
+import threading
 import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import jax
+
+from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, LiveAnswer
 from poss_jax.engine.prompts import PreparedPrompt
 
+_LOG = logging.getLogger(__package__)
+
+ResultT = TypeVar("ResultT")
 Chunks = AsyncIterator[tuple[int, Chunk] | None]
 """Index of an answer and its next chunk; None: nothing new for a while."""
 
 
 class Stream:
     """The answer to one request, chunk by chunk, to be read once; the last chunk holds all of it.
+
+    The scheduler's thread fills it, any thread or event loop reads it.
 
     Attributes:
       prompt: the request.
@@ -119,3 +133,93 @@ def _unwrap(chunk: Chunk | Exception) -> Chunk:
     if isinstance(chunk, Exception):
         raise chunk
     return chunk
+
+
+class Calls:
+    """Functions that wait, and their results; false if none waits.
+
+    Attributes:
+      alone: those that run while no text is decoded.
+      between: those that run between rounds.
+    """
+
+    def __init__(self, changed: threading.Condition, check: Callable[[], None]) -> None:
+        """Nothing waits.
+
+        Args:
+          changed: notified of new functions.
+          check: raises an error once nobody runs functions any more.
+        """
+        self._changed, self._check = changed, check
+        self.alone: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self.between = self.alone.copy()
+
+    def __bool__(self) -> bool:
+        return bool(self.alone or self.between)
+
+    def run(self, function: Callable[[], ResultT], *, alone: bool = False) -> ResultT:
+        """Waits until the function has run on the scheduler's thread."""
+        done: Future[ResultT] = Future()
+        with self._changed:
+            (self.alone if alone else self.between).append((function, done))
+            self._changed.notify()
+        while True:
+            with suppress(TimeoutError):
+                return done.result(0.1)
+            self._check()
+
+
+def run_first(waiting: deque[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    """Runs the function that waits longest; a `UserError` is its caller's."""
+    function, done = waiting.popleft()
+    try:
+        done.set_result(function())
+    except UserError as error:
+        done.set_exception(error)
+
+
+@dataclass
+class Stats:
+    """Counts since the scheduler was made.
+
+    Attributes:
+      rounds: rounds that were run.
+      drafts: trees drafted, one per text and round.
+      drafted: positions those trees offered along the accepted path.
+      accepted: how often a draft was accepted, by position from 1.
+      tokens: tokens delivered.
+      prompt_tokens: tokens of prompts.
+      cached_tokens: prompt tokens copied from earlier prompts instead of read.
+      finished: answers by stop reason.
+      compilations: programs that texts waited for although there was a `warm_up`.
+    """
+
+    rounds: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    compilations: int = 0
+    _thread: threading.Thread | None = None
+
+    def watch_compilations(self, thread: threading.Thread) -> None:
+        """Counts what a thread compiles from now on."""
+        self.stop_watching()
+        self._thread = thread
+        jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
+
+    def stop_watching(self) -> None:
+        """Counts no more compilations."""
+        if self._thread is not None:
+            jax.monitoring.unregister_event_duration_listener(self._count_compilation)
+        self._thread = None
+
+    def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:
+        is_ours = threading.current_thread() is self._thread
+        if is_ours and event == "/jax/core/compile/backend_compile_duration":
+            self.compilations += 1
+            name = about.get("fun_name", "a program")
+            _LOG.warning("compiled %s after the warm-up, in %.1f s", name, duration_secs)

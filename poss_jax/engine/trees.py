@@ -48,12 +48,6 @@ By the cost card (docs/generate.md, "Trees by batch size"); on an H100, 6/10/60 
 be slower than no draft.
 """
 
-_SLOW_DEPTH = 16
-"""Depth above which compiling is slow: every drafted position is compiled by itself.
-
-A tiny draft took 12, 14, 26, 55 and 64 s at depths 4, 8, 16, 32 and 64 on two busy CPU cores;
-`tests/test_compilation.py` measures it again."""
-
 
 class Tuned(NamedTuple):
     """Tuned trees and draft vocabulary of a draft.
@@ -93,11 +87,7 @@ def choose_trees(wanted: TreeConfig | Trees | None, draft: Params | None = None)
 
 
 def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
-    """Clamps a tree to what can be drafted; logs if it did, or if compiling will take long.
-
-    Raises:
-      UserError: more candidates than can be counted on the device.
-    """
+    """Clamps a tree to what can be drafted; logs if it did."""
     fitted = replace(tree, top_k=min(tree.top_k, draft_vocab_size))
     fitted = replace(fitted, total_tokens=fitted.num_nodes)
     if fitted != tree:
@@ -105,17 +95,6 @@ def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
             "tree %s (depth/top_k/total_tokens) asks for more than can be drafted; using %s",
             tree.name,
             fitted.name,
-        )
-    if fitted.num_candidates >= 2**31:
-        raise UserError(
-            f"tree of depth {tree.depth} and top_k {tree.top_k}: want fewer than 2**31 candidates, "
-            f"got {fitted.num_candidates:,}; lower top_k or depth"
-        )
-    if fitted.depth > _SLOW_DEPTH:
-        _LOG.warning(
-            "a tree of depth %d may take minutes to compile, once per shape, since every drafted "
-            "position is compiled by itself; lower depth to start sooner",
-            fitted.depth,
         )
     return fitted
 
@@ -183,24 +162,14 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = No
     A file made for other weights, another kind of device or another mesh is skipped with a line
     that says so.
 
-    Args:
-      draft: model folder of the draft.
-      record: record of the draft.
-      mesh: devices that decode; None: one.
-
     Raises:
       UserError: the file is broken.
     """
     path = tuned_file(draft, mesh)
     if not path.is_file():
-        others = sorted(as_path(draft).glob("trees.*.yaml"))
-        if others:
-            _LOG.warning(
-                "%s was tuned on another kind of device than this one, %s; using the default tree "
-                "(infer.tune tunes it here)",
-                others[0],
-                _devices(mesh),
-            )
+        here = f"{_devices(mesh)} (infer.tune tunes it here)"
+        for other in sorted(as_path(draft).glob("trees.*.yaml"))[:1]:
+            _skip(other, f"on another kind of device than this one, {here}")
         return None
     values = read_yaml(path)
     trees, tuned = _check_trees(path, values), values.get(_TUNED)
@@ -208,20 +177,17 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = No
         raise UserError(f"{path}: want the section {_TUNED}; give the file with --trees instead")
     for key, here in _identity(record, mesh).items():
         if tuned.get(key) != here:
-            _LOG.warning(
-                "%s was tuned for another %s (%s, here %s); using the default tree",
-                path,
-                key,
-                shorten(tuned.get(key)),
-                here,
-            )
-            return None
+            return _skip(path, f"for another {key} ({shorten(tuned.get(key))}, here {here})")
     file = vocabulary_file(path) if tuned.get("draft_vocabulary") else None
     if file is not None and not file.is_file():
-        _LOG.warning("%s was tuned with %s, which is gone; using the default tree", path, file)
-        return None
+        return _skip(path, f"with {file}, which is gone")
     _LOG.warning("trees by batch size: %s, tuned for this draft and device", path)
     return Tuned(trees, file)
+
+
+def _skip(path: AnyPath, how: str) -> None:
+    """Logs how a file that is not used was tuned."""
+    _LOG.warning("%s was tuned %s; using the default tree", path, how)
 
 
 def write_tuned(
@@ -236,12 +202,8 @@ def write_tuned(
     """Writes trees so that `read_trees` and `find_tuned` read them; written atomically.
 
     Args:
-      path: file to write or to replace.
-      trees: trees by batch size.
-      record: record of the draft.
       about: how they were tuned, JSON-compatible.
       comments: a line for the reader per batch size.
-      mesh: devices that they were tuned on; None: one.
 
     Raises:
       UserError: it cannot be written.

@@ -105,7 +105,6 @@ def read_arguments(
 
     Args:
       arguments: words of the command line; None: the process's.
-      prog: name of the program's module.
       also: see `list_options`.
       actions: options that are not settings, such as --overwrite, as argparse takes them.
 
@@ -127,7 +126,7 @@ def read_arguments(
         given_as["tree"] = "--tree"
     given = {one: getattr(args, one.key) for one in options if getattr(args, one.key) is not None}
     for option, value in given.items():
-        _set(values, option, value, _own_tree(kind))
+        _set(values, option, value, _defaults(kind).get("tree"))
     for option in options:
         if option.about.is_required and option.key not in values:
             raise UserError(
@@ -243,19 +242,19 @@ def _add_options(
     shows_all: bool,
 ) -> None:
     """Adds options under their headings; in short those under none are not listed."""
-    tree, left = _own_tree(kind), {option.key: option for option in options}
+    defaults, left = _defaults(kind), {option.key: option for option in options}
     for title, keys in _SHOWN.items():
         group = parser.add_argument_group(title)
         for flag, settings in actions.items() if title == "run" else ():
             group.add_argument(flag, **settings)
-        if title == "speed" and _has_tree(kind):
-            text = _TREE_HELP if _has_trees(kind) else _TREE_HELP.replace(", none", "")
+        if title == "speed" and "tree" in defaults:
+            text = _TREE_HELP if "trees" in defaults else _TREE_HELP.replace(", none", "")
             group.add_argument("--tree", metavar="D/K/N", help=text)
         for option in [left.pop(key) for key in keys.split() if key in left]:
-            _add(group, option, tree)
+            _add(group, option, defaults.get("tree"))
     group = parser.add_argument_group("more" if shows_all else "required")
     for option in left.values():
-        action = _add(group, option, tree)
+        action = _add(group, option, defaults.get("tree"))
         if not (shows_all or option.about.is_required):
             action.help = argparse.SUPPRESS
 
@@ -318,7 +317,7 @@ def _set_tree(values: dict[str, Any], text: str, kind: Any) -> None:
     Raises:
       UserError: it is not one of the four spellings, or none where no draft can be left out.
     """
-    has_trees, own = _has_trees(kind), _own_tree(kind)
+    has_trees, own = "trees" in _defaults(kind), _defaults(kind).get("tree")
     if has_trees:
         values["trees"] = None
     if text == "auto":
@@ -378,18 +377,9 @@ def read_pairs(flag: str, texts: Sequence[str], wanted: str) -> dict[str, str]:
     return pairs
 
 
-def _has_tree(kind: Any) -> bool:
-    return any(one.name == "tree" for one in fields(kind))
-
-
-def _has_trees(kind: Any) -> bool:
-    return any(one.name == "trees" for one in fields(kind))
-
-
-def _own_tree(kind: Any) -> TreeConfig | None:
-    """The draft tree that settings have where none is given; None: the device's."""
-    defaults: dict[str, Any] = {one.name: one.default for one in fields(kind)}
-    return defaults.get("tree")
+def _defaults(kind: Any) -> dict[str, Any]:
+    """Default per setting; for `tree` None is the device's."""
+    return {one.name: one.default for one in fields(kind)}
 
 
 def _kind(option: Option) -> type:

@@ -18,7 +18,6 @@ def make_script(words: Sequence[str], programs: Mapping[str, Main]) -> str:
     """Writes the script that a shell completes `poss` with.
 
     Args:
-      words: the shell, bash or zsh.
       programs: name of a command -> `main` of its program.
 
     Raises:

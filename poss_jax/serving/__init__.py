@@ -1,12 +1,12 @@
 """The OpenAI-compatible server; `python -m infer.serve` runs it.
 
 app.py         the ASGI application: endpoints, life cycle
+service.py     what the endpoints share: reads a request, submits it, answers; what /metrics shows
 bodies.py      bodies of requests: their fields, received, bounded, parsed; errors of the API
 requests.py    bodies -> jobs for the scheduler
 replies.py     chunks of answers -> bodies and events
 responses.py   /v1/responses, translated to chats and back
-guard.py       checks of every request: key, size, id, access log, slow readers
+guard.py       checks of every request: key, size, id, access log
 server.py      uvicorn's server: draining, slow clients
-metrics.py     what /metrics shows
 chat.html      the page at /
 """

@@ -10,57 +10,56 @@ same application runs under Ray Serve (examples/ray_serve) or any other ASGI ser
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import jax
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import generate_latest
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Receive, Scope, Send
 
 from poss_jax.config.decoding import ServeConfig
-from poss_jax.config.paths import as_path
-from poss_jax.config.reading import UserError
 from poss_jax.config.version import __version__
-from poss_jax.engine.answers import Chunk
 from poss_jax.engine.device import device_memory
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
+from poss_jax.engine.scheduler import Closed, Scheduler
 from poss_jax.engine.slots import Slots
-from poss_jax.engine.streams import Chunks, Stream, merge
 from poss_jax.program.options import load_engine
-from poss_jax.serving.api import add_api, add_errors, service_of
 from poss_jax.serving.bodies import (
     ApiError,
     ChatRequest,
-    CommonRequest,
-    parse_body,
-    receive_body,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    add_schemas,
+    schema_of,
 )
-from poss_jax.serving.grammars import GRAMMAR_FIELDS
 from poss_jax.serving.guard import PATIENCE, Guard
-from poss_jax.serving.metrics import Metrics
-from poss_jax.serving.replies import Reply
-from poss_jax.serving.requests import Job
+from poss_jax.serving.requests import (
+    read_chat,
+    read_completion,
+    read_text,
+    read_tokenizer,
+    read_tokens,
+)
+from poss_jax.serving.responses import ResponseReply, ResponseRequest, read_response
+from poss_jax.serving.service import Service
 
 _LOG = logging.getLogger(__package__)
-_KEEP_ALIVE_SECONDS = 10.0
-_POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 5.0
-_LARGE_BYTES = 2**16
-_SLOW = [name.encode() for name in (*GRAMMAR_FIELDS, "json_schema", "tool_choice", "strict")]
 _CSP = (
     "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'"
 )
-_STOPS = "the server stops; try another one"
+_LIST_CSP = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+_STYLE = "body{font:16px system-ui;max-width:60em;margin:2em auto;padding:0 1em}code{color:#036}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": about}
     for status, about in {
@@ -111,194 +110,6 @@ def batch_sizes(most: int) -> list[int]:
     return sorted({min(4**power, most) for power in range(most.bit_length())})
 
 
-class Service:
-    """State shared by the endpoints.
-
-    Attributes:
-      config: settings.
-      limits: the same, with the scheduler's length limit.
-      engine: target and draft.
-      scheduler: decodes.
-      metrics: what /metrics shows.
-      is_draining: running answers finish, no new ones start.
-    """
-
-    def __init__(self, config: ServeConfig, engine: Engine, scheduler: Scheduler) -> None:
-        self.config, self.engine, self.scheduler = config, engine, scheduler
-        self.limits = replace(config, max_length=scheduler.max_length)
-        self.metrics = Metrics(scheduler)
-        self.model = config.model_name or as_path(config.target).name
-        self.is_draining = False
-        self._reader_of_large, self._scorer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-
-    def close(self) -> None:
-        """Ends the scheduler and the reading threads."""
-        for pool in (self._reader_of_large, self._scorer):
-            pool.shutdown(wait=False, cancel_futures=True)
-        self.scheduler.close()
-
-    async def read(self, request: Request, kind: type[Any], read: Callable[..., Any]) -> Any:
-        """Reads a request off the event loop: its body, and what `read` makes of it.
-
-        Large bodies and grammars are read one at a time, which bounds their memory. After each, the
-        reading thread rests as long as it worked, since pydantic holds the interpreter and probes
-        want their turn.
-
-        Raises:
-          ApiError: something in it cannot be served.
-        """
-        content = await receive_body(request)
-
-        def parse() -> Any:
-            body = parse_body(kind, content)
-            self.check_model(getattr(body, "model", None))
-            return body, read(self.engine, self.limits, body)
-
-        loop = asyncio.get_running_loop()
-        if len(content) <= _LARGE_BYTES and not any(name in content for name in _SLOW):
-            return await loop.run_in_executor(None, parse)
-        return await loop.run_in_executor(self._reader_of_large, _and_rest, parse)
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the server answers requests; some programs may still be compiled."""
-        is_warm = self.scheduler.warmth is not None and bool(self.scheduler.warmth.sizes)
-        return is_warm and not self.is_draining and self.scheduler.error is None
-
-    @property
-    def is_compiled(self) -> bool:
-        """True if nothing is left to compile."""
-        return self.scheduler.warmth is not None and self.scheduler.warmth.is_done
-
-    @property
-    def about_model(self) -> dict[str, Any]:
-        """The model as the API describes it."""
-        about = {"id": self.model, "object": "model", "created": 0, "owned_by": "poss_jax"}
-        return about | {
-            "max_model_len": self.scheduler.max_length,
-            "has_chat_template": bool(getattr(self.engine.tokenizer, "chat_template", None)),
-        }
-
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError if another model is asked for."""
-        if name is not None and name != self.model:
-            raise ApiError(
-                404, f"want the model {self.model}", param="model", code="model_not_found"
-            )
-
-    def submit(self, job: Job) -> list[Stream]:
-        """Puts all choices of a request into the queue, or none.
-
-        Raises:
-          ApiError: the queue is full, or the server stops.
-        """
-        try:
-            return self.scheduler.submit_all(
-                job.prompts,
-                stop=job.stop,
-                has_logprobs=job.num_logprobs is not None,
-                timeout=self.config.timeout_seconds,
-            )
-        except QueueFull as error:
-            raise ApiError(429, "too many requests wait; try again", retry_after=1) from error
-        except Closed as error:
-            raise ApiError(503, _STOPS, retry_after=1) from error
-
-    async def _submit_beside(self, job: Job) -> list[Stream]:
-        """Submits; in a thread if an answer is continued, since its text is decoded first."""
-        if not any(prompt.num_continued for prompt in job.prompts):
-            return self.submit(job)
-        submitted = asyncio.create_task(asyncio.to_thread(self.submit, job))
-        try:
-            return await asyncio.shield(submitted)
-        except asyncio.CancelledError:
-            submitted.add_done_callback(
-                lambda task: task.exception() or _cancel(task.result())  # nobody reads them
-            )
-            raise
-
-    async def answer(
-        self, request: Request, body: CommonRequest, job: Job, kind: Callable[..., Reply] = Reply
-    ) -> Response:
-        """Answers a request, as one body or as a stream of events."""
-        arrived = time.monotonic()
-        options = body.stream_options
-        reply = kind(
-            self.engine,
-            job,
-            model=self.model,
-            is_chat=isinstance(body, ChatRequest),
-            options={
-                "usage": bool(options and options.include_usage),
-                "speculation": bool(options and options.include_speculation),
-                "token_ids": bool(body.return_token_ids),
-            },
-        )
-        if job.scores_prompt:
-            await self._score(job, reply)
-        streams = await self._submit_beside(job)
-        interval = self.config.stream_interval_seconds if body.stream else _KEEP_ALIVE_SECONDS
-        chunks = merge(streams, patience=_KEEP_ALIVE_SECONDS, interval=interval)
-        chunks = self._timed(chunks, arrived)
-        if body.stream:
-            return _Events(reply.write_events(chunks), streams)
-        try:
-            return await _until_disconnected(request, reply.write_body(chunks))
-        finally:
-            _cancel(streams)
-
-    async def _score(self, job: Job, reply: Reply) -> None:
-        """Scores the prompts, one at a time for all requests; answers are decoded meanwhile."""
-
-        def score(index: int) -> None:
-            prompt = job.prompts[index * job.num_choices]
-            reply.take_scores(index, self.scheduler.score(prompt.ids))
-
-        try:
-            for index in range(len(job.prompts) // job.num_choices):
-                await asyncio.get_running_loop().run_in_executor(self._scorer, score, index)
-        except Closed as error:
-            raise ApiError(503, _STOPS, retry_after=1) from error
-
-    async def _timed(self, chunks: Chunks, arrived: float) -> Chunks:
-        """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
-        first: dict[int, float] = {}
-        try:
-            async for item in chunks:
-                if item is not None:
-                    answer = item[1].answer
-                    is_cancelled = answer is not None and answer.stop_reason == "cancelled"
-                    if is_cancelled and self.scheduler.is_closed:
-                        message = "the server stops; this answer is cut"
-                        raise ApiError(503, message, retry_after=1)
-                    self._measure(*item, first, arrived)
-                yield item
-        except Closed as error:
-            raise ApiError(503, "decoding failed") from error
-        except UserError as error:  # a grammar that is too complex here
-            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
-
-    def _measure(self, index: int, chunk: Chunk, first: dict[int, float], arrived: float) -> None:
-        now, answer = time.monotonic(), chunk.answer
-        if index not in first and chunk.output_ids:
-            first[index] = now
-            self.metrics.first_token.observe(now - arrived)
-        if answer is not None:
-            self.metrics.whole.observe(now - arrived)
-            more = len(answer.output_ids) - 1
-            if more > 0:
-                self.metrics.per_token.observe((now - first[index]) / more)
-
-
-def _and_rest(work: Callable[[], Any]) -> Any:
-    """Works, and sleeps as long as that took."""
-    begun = time.monotonic()
-    try:
-        return work()
-    finally:
-        time.sleep(time.monotonic() - begun)
-
-
 def create_app(
     config: ServeConfig, engine: Engine | None = None, *, slots: Slots | None = None
 ) -> FastAPI:
@@ -312,7 +123,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        own = slots or await asyncio.to_thread(_load_slots, config, engine)
+        own = slots or await asyncio.to_thread(
+            lambda: make_slots(engine or load_engine(config), config)
+        )
         scheduler = Scheduler(own, max_queue=config.max_queue)
         app.state.service = service = Service(config, own.engine, scheduler)
         warm_up = asyncio.create_task(_warm_up(service))
@@ -334,10 +147,6 @@ def create_app(
     _add_state(app)
     add_api(app)
     return app
-
-
-def _load_slots(config: ServeConfig, engine: Engine | None) -> Slots:
-    return make_slots(engine or load_engine(config), config)
 
 
 def guarded(
@@ -412,36 +221,109 @@ def _add_state(app: FastAPI) -> None:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _cancel(streams: Sequence[Stream]) -> None:
-    """Cancels answers that are still being decoded."""
-    for stream in streams:
-        stream.cancel()
+def add_api(app: FastAPI) -> None:
+    """Adds the endpoints of the OpenAI API, those of tokens, and their page."""
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [service_of(request).about_model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        """The one model, by its name."""
+        service = service_of(request)
+        service.check_model(name)
+        return JSONResponse(service.about_model)
+
+    @app.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continues prompts."""
+        service = service_of(request)
+        _, job = await service.read(request, CompletionRequest, read_completion)
+        return await service.answer(request, job)
+
+    @app.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
+    async def chat(request: Request) -> Response:
+        """Answers a chat."""
+        service = service_of(request)
+        _, job = await service.read(request, ChatRequest, read_chat)
+        return await service.answer(request, job)
+
+    @app.post("/v1/responses", openapi_extra=schema_of(ResponseRequest))
+    async def responses(request: Request) -> Response:
+        """Answers an input of messages, calls and their results."""
+        service = service_of(request)
+        body, job = await service.read(request, ResponseRequest, read_response)
+        return await service.answer(request, job, partial(ResponseReply, body))
+
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> Response:
+        page = _list_endpoints(app.openapi())
+        return HTMLResponse(page, headers={"content-security-policy": _LIST_CSP})
+
+    _add_tokens(app)
+    kinds = CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest
+    add_schemas(app, *kinds)
 
 
-class _Events(StreamingResponse):
-    """A reply in events; frees the slots of a client that leaves, even before the first event."""
+def _add_tokens(app: FastAPI) -> None:
+    """Adds the endpoints of tokens."""
 
-    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream]) -> None:
-        headers = {"cache-control": "no-store"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._streams = streams
+    @app.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, as /v1/completions would read it, or of a chat."""
+        service = service_of(request)
+        _, ids = await service.read(request, TokenizeRequest, read_text)
+        most = service.limits.max_length
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            _cancel(self._streams)
+    @app.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        _, text = await service_of(request).read(request, DetokenizeRequest, read_tokens)
+        return JSONResponse({"prompt": text})
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info(request: Request) -> Response:
+        """Special tokens and the chat template."""
+        return JSONResponse(read_tokenizer(service_of(request).engine))
 
 
-async def _until_disconnected(request: Request, body: Coroutine[Any, Any, Any]) -> Response:
-    """Waits for a body; gives up when the client leaves."""
-    task = asyncio.create_task(body)
-    try:
-        while not task.done():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(task), _POLL_SECONDS)
-            if not task.done() and await request.is_disconnected():
-                return Response(status_code=499)
-        return JSONResponse(task.result())
-    finally:
-        task.cancel()
+def add_errors(app: FastAPI) -> None:
+    """Lets all errors be written as the API writes them."""
+
+    async def of_http(request: Request, error: Any) -> Response:
+        del request
+        if isinstance(error, ApiError):
+            return error.response()
+        response = ApiError(error.status_code, str(error.detail)).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    async def of_anything(request: Request, error: Any) -> Response:
+        del request, error  # it is in the log
+        return ApiError(500, "an error of the server; see its log").response()
+
+    app.add_exception_handler(HTTPException, of_http)
+    app.add_exception_handler(Exception, of_anything)
+
+
+def service_of(request: Request) -> Service:
+    """The service of the application that a request came to."""
+    return request.app.state.service
+
+
+def _list_endpoints(schema: dict[str, Any]) -> str:
+    """A page that lists the endpoints of an OpenAPI schema, and the fields of their bodies."""
+    lines = [f"<title>{escape(schema['info']['title'])}</title><style>{_STYLE}</style>"]
+    lines.append("<p>The same for programs: <a href=/openapi.json>/openapi.json</a></p>")
+    for path, methods in schema["paths"].items():
+        for method, about in methods.items():
+            lines.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2>")
+            lines.append(f"<p>{escape(about.get('description', ''))}</p>")
+            if body := about.get("requestBody"):
+                name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                fields = schema["components"]["schemas"][name]["properties"]
+                lines.append(f"<p>{', '.join(f'<code>{escape(one)}</code>' for one in fields)}</p>")
+    return "<!doctype html><html lang=en><meta charset=utf-8>" + "\n".join(lines)

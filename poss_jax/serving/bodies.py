@@ -5,7 +5,7 @@ clients send many, unless another engine's field of this name would change the t
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Annotated, Any, TypeVar
@@ -126,6 +126,13 @@ class ApiError(HTTPException):
         return {"error": about}
 
 
+class BadField(ApiError):
+    """A field of a request that cannot be served; the message begins with its name."""
+
+    def __init__(self, param: str, about: str, *, code: str | None = None) -> None:
+        super().__init__(400, f"{param}: {about}", param=param, code=code)
+
+
 class StreamOptions(BaseModel):
     """Extras of a stream besides the text.
 
@@ -197,6 +204,17 @@ class ContentPart(BaseModel):
 
     type: str
     text: str | None = None
+
+
+def join_parts(parts: list[ContentPart], kinds: Sequence[str], param: str) -> str:
+    """The text of a content.
+
+    Raises:
+      ApiError: a part of none of these kinds.
+    """
+    if any(part.type not in kinds for part in parts):
+        raise BadField(param, f"only content of type {kinds[0]} is served")
+    return "".join(part.text or "" for part in parts)
 
 
 class Message(BaseModel):

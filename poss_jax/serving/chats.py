@@ -11,7 +11,7 @@ from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.reading import cut
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import Rendering, escapes_arguments
-from poss_jax.serving.bodies import ApiError, ChatFields, ChatRequest, Message
+from poss_jax.serving.bodies import BadField, ChatFields, ChatRequest, Message, join_parts
 from poss_jax.serving.tools import FORMS, Caller, call_grammar, find_format, marks_of
 
 _LOG = logging.getLogger(__package__)
@@ -57,13 +57,12 @@ def read_rendering(
     if isinstance(body, ChatRequest) and body.tool_choice == "none":
         tools = None  # what the model does not see, it does not call
     if taken := variables.keys() & {*_OWN_VARIABLES, *known}:
-        message = f"chat_template_kwargs: {min(taken)} cannot be set here"
-        raise ApiError(400, message, param="chat_template_kwargs")
+        raise BadField("chat_template_kwargs", f"{min(taken)} cannot be set here")
     if not body.continue_final_message:
         return Rendering(tools, body.add_generation_prompt is not False, variables)
     if body.add_generation_prompt or messages[-1]["role"] != "assistant":
         message = "want an assistant's message at the end, and no add_generation_prompt"
-        raise ApiError(400, f"continue_final_message: {message}", param="continue_final_message")
+        raise BadField("continue_final_message", message)
     return Rendering(tools, False, variables | {"continue_final_message": True})
 
 
@@ -83,11 +82,11 @@ def read_caller(
     if engine.tokenizer is not None and engine.tokenizer.chat_template:
         template = engine.tokenizer.get_chat_template(None, tools)
     if not re.search(r"\btools\b", template):
-        raise ApiError(400, "tools: this model's chat template has none", param="tools")
+        raise BadField("tools", "this model's chat template has none")
     form = config.tool_format or find_format(template)
     if form is None:
         message = "calls of this model's chat template have no known form; start with --tool-format"
-        raise ApiError(400, f"tools: {message}", param="tools")
+        raise BadField("tools", message)
     is_single = named is not None or body.parallel_tool_calls is False
     caller = Caller(FORMS[form], frozenset(tool["function"]["name"] for tool in tools), is_single)
     is_forced = named is not None or body.tool_choice == "required"
@@ -95,10 +94,10 @@ def read_caller(
         return caller
     if body.response_format or body.structured_outputs:
         message = "not served together with strict tools or a forced call"
-        raise ApiError(400, f"response_format: {message}", param="response_format")
+        raise BadField("response_format", message)
     allowed = [tool for tool in tools if named in (None, tool["function"]["name"])]
     if not allowed:
-        raise ApiError(400, "tool_choice: want the name of a tool", param="tool_choice")
+        raise BadField("tool_choice", "want the name of a tool")
     special = marks_of(engine.tokenizer, caller.form)
     given: Any = {"is_forced": is_forced, "is_single": is_single}
     return caller._replace(grammar=call_grammar(caller.form, allowed, special, **given))
@@ -114,14 +113,13 @@ def _read_choice(body: ChatRequest) -> str | None:
     if choice in (None, "auto", "none"):
         return None
     if not body.tools:
-        raise ApiError(400, "tool_choice: want tools with it", param="tool_choice")
+        raise BadField("tool_choice", "want tools with it")
     if choice == "required":
         return None
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        message = "want auto, none, required or the name of a function"
-        raise ApiError(400, f"tool_choice: {message}", param="tool_choice")
+        raise BadField("tool_choice", "want auto, none, required or the name of a function")
     return name
 
 
@@ -146,9 +144,7 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
 def _read_message(message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
-        if any(part.type != "text" for part in content):
-            raise ApiError(400, "messages: only content of type text is served", param="messages")
-        content = "".join(part.text or "" for part in content)
+        content = join_parts(content, ("text",), "messages")
     others = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
     # With tool calls, templates treat missing content differently from an empty one.
     return {"role": message.role, "content": content if others else content or "", **others}
@@ -164,7 +160,7 @@ def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
     for message in messages:
         if message["role"] not in known:
             wanted, got = ", ".join(_ROLES), cut(ascii(message["role"]))
-            raise ApiError(400, f"messages: want a role of {wanted}, got {got}", param="messages")
+            raise BadField("messages", f"want a role of {wanted}, got {got}")
 
 
 def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:

@@ -57,7 +57,6 @@ class Guard:
         """Wraps an application.
 
         Args:
-          app: the application.
           api_key: key that requests to the API must carry; None: they need none.
           max_body_bytes: largest body; all bodies together may be 64 times as large.
           max_requests: most requests to the API at once; None: any number.

@@ -27,22 +27,12 @@ _PART = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")
 class Reply:
     """The reply to one request, built from the chunks of its choices."""
 
-    def __init__(
-        self, engine: Engine, job: Job, *, model: str, is_chat: bool, options: dict[str, bool]
-    ) -> None:
-        """Begins a reply.
-
-        Args:
-          engine: gives the tokenizer and the fingerprint.
-          job: what was asked for.
-          model: name of the model.
-          is_chat: whether it answers a chat.
-          options: `usage`, `speculation`, `token_ids`: extras requested besides the text.
-        """
-        self._engine, self._job, self._is_chat, self._options = engine, job, is_chat, options
+    def __init__(self, engine: Engine, job: Job, *, model: str) -> None:
+        """Begins a reply of the model of some name."""
+        self._engine, self._job = engine, job
         self._about = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": "chat.completion" if is_chat else "text_completion",
+            "id": f"{'chatcmpl' if job.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if job.is_chat else "text_completion",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": engine.fingerprint,
@@ -67,7 +57,7 @@ class Reply:
         """Adds the log-probabilities of a prompt's tokens but the first, before anything else."""
         job, tokenizer = self._job, self._engine.tokenizer
         tokens = job.prompts[index * job.num_choices].ids
-        if job.num_logprobs is not None and not self._is_chat:
+        if job.num_logprobs is not None and not self._job.is_chat:
             places = _Places(tokenizer and TextStream(tokenizer), 0)
             self._echoed[index] = self._of_completion(tokens, [None, *scores], places)
         if job.num_prompt_logprobs is not None:
@@ -76,15 +66,15 @@ class Reply:
 
     def first_events(self) -> list[dict[str, Any]]:
         """Events that begin a stream: a chat's role, an echo's prompt, its token ids."""
-        if self._is_chat:
+        if self._job.is_chat:
             firsts = [{"delta": {"role": "assistant", "content": ""}} for _ in self._job.prompts]
         else:
             firsts = [{"text": text} for text in self._job.echo]
         events = []
         for index, (first, prompt) in enumerate(zip(firsts, self._job.prompts, strict=True)):
-            if self._options["token_ids"]:
+            if "token_ids" in self._job.extras:
                 first = first | {"prompt_token_ids": prompt.ids}
-            if self._is_chat or self._options["token_ids"] or self._job.echo[index]:
+            if self._job.is_chat or "token_ids" in self._job.extras or self._job.echo[index]:
                 logprobs = self._echoed.get(index // self._job.num_choices)
                 choice = {"index": index, **first, "logprobs": logprobs, "finish_reason": None}
                 events.append(self._event([choice]))
@@ -101,20 +91,20 @@ class Reply:
             self._logprobs[index].append(logprobs)
         self._answers[index] = answer = chunk.answer
         text = self._delta(index, chunk)
-        is_shown = any(text.values()) or answer or logprobs or self._options["token_ids"]
+        is_shown = any(text.values()) or answer or logprobs or "token_ids" in self._job.extras
         if not is_shown:
             return None
-        choice = {"index": index, **({"delta": text} if self._is_chat else text)}
+        choice = {"index": index, **({"delta": text} if self._job.is_chat else text)}
         choice |= {"logprobs": logprobs, "finish_reason": answer and self._finish(index)}
-        if self._options["speculation"]:
+        if "speculation" in self._job.extras:
             choice["speculation"] = {"pieces": [[one.text, one.depth] for one in chunk.pieces]}
-        if self._options["token_ids"]:
+        if "token_ids" in self._job.extras:
             choice["token_ids"] = chunk.output_ids
         return self._event([choice])
 
     def _delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """What a chunk adds to the text, or to a message: text and calls."""
-        if not self._is_chat:
+        if not self._job.is_chat:
             return {"text": chunk.text}
         text, calls = chunk.text, []
         if self._readers is not None:
@@ -154,7 +144,7 @@ class Reply:
                     yield KEEP_ALIVE
                 elif (data := self.take(*item)) is not None:
                     yield event(data)
-            if self._options["usage"]:
+            if "usage" in self._job.extras:
                 yield event(self._event([]) | {"usage": self.usage()})
             yield DONE
         except ApiError as error:
@@ -164,7 +154,7 @@ class Reply:
         """The whole reply, once all choices have ended."""
         choices = [self._choice(index) for index in range(len(self._answers))]
         whole = self._about | {"choices": choices, "usage": self.usage()}
-        is_listed = self._is_chat and self._job.num_prompt_logprobs is not None
+        is_listed = self._job.is_chat and self._job.num_prompt_logprobs is not None
         return whole | {"prompt_logprobs": self._scored[0]} if is_listed else whole
 
     def usage(self) -> dict[str, Any]:
@@ -190,16 +180,16 @@ class Reply:
         }
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        kind = "chat.completion.chunk" if self._job.is_chat else "text_completion"
         about = self._about | {"object": kind, "choices": choices}
-        return about | {"usage": None} if self._options["usage"] else about
+        return about | {"usage": None} if "usage" in self._job.extras else about
 
     def _choice(self, index: int) -> dict[str, Any]:
         answer = self._answers[index]
         assert answer is not None, "want the end of every choice"
         text = self._job.echo[index] + (answer.text or "")
         choice: dict[str, Any] = {"index": index}
-        if self._is_chat:
+        if self._job.is_chat:
             choice["message"] = self._message(index, text)
         else:
             choice["text"] = text
@@ -209,9 +199,9 @@ class Reply:
             first = echoed or self._format_logprobs(index, (), ())
             logprobs = _join(first, *self._logprobs[index])
         choice |= {"logprobs": logprobs, "finish_reason": self._finish(index)}
-        if self._job.num_prompt_logprobs is not None and not self._is_chat:
+        if self._job.num_prompt_logprobs is not None and not self._job.is_chat:
             choice["prompt_logprobs"] = self._scored[index // self._job.num_choices]
-        if self._options["token_ids"]:
+        if "token_ids" in self._job.extras:
             choice["token_ids"] = self._tokens[index]
             choice["prompt_token_ids"] = self._job.prompts[index].ids
         return choice
@@ -220,7 +210,7 @@ class Reply:
         self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
         """Log-probabilities of some tokens, in the form of chats or of completions."""
-        if not self._is_chat:
+        if not self._job.is_chat:
             return self._of_completion(tokens, logprobs, self._places[index])
         most = self._job.num_logprobs or 0
         return {

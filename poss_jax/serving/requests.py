@@ -22,10 +22,12 @@ from poss_jax.serving.bodies import (
     MOST_CHOICES,
     MOST_STOPS,
     ApiError,
+    BadField,
     ChatRequest,
     CommonRequest,
     CompletionRequest,
     DetokenizeRequest,
+    StreamOptions,
     TokenizeRequest,
     explain,
 )
@@ -51,6 +53,9 @@ class Job(NamedTuple):
       num_prompt_logprobs: most likely tokens to show at each of them in vLLM's form; None: none.
       has_answer: False shows the prompt alone: no token was asked for.
       caller: tools that may be called; None: none.
+      is_chat: the reply is a chat's.
+      is_streamed: it comes in events.
+      extras: what it holds besides: `usage` (in events), `speculation`, `token_ids`.
     """
 
     prompts: list[PreparedPrompt]
@@ -62,6 +67,9 @@ class Job(NamedTuple):
     num_prompt_logprobs: int | None = None
     has_answer: bool = True
     caller: Caller | None = None
+    is_chat: bool = False
+    is_streamed: bool = False
+    extras: frozenset[str] = frozenset()
 
 
 def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest) -> Job:
@@ -72,13 +80,13 @@ def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest
     """
     _refuse(body, "suffix")
     if body.best_of not in (None, body.n or 1):
-        raise ApiError(400, "best_of: want the same as n", param="best_of")
+        raise BadField("best_of", "want the same as n")
     has_answer = body.max_tokens != 0
     if not (has_answer or body.echo or body.prompt_logprobs is not None):
-        raise ApiError(400, "max_tokens: want at least 1, or echo", param="max_tokens")
+        raise BadField("max_tokens", "want at least 1, or echo")
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not prompts:
-        raise ApiError(400, "prompt: want at least one token", param="prompt")
+        raise BadField("prompt", "want at least one token")
     if isinstance(prompts[0], int):
         prompts = [prompts]
     limit = body.max_tokens if has_answer else 1  # decoded, and not shown
@@ -87,7 +95,7 @@ def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest
     if not body.echo:
         return job
     if engine.tokenizer is None:
-        raise ApiError(400, "echo: this model has no tokenizer", param="echo")
+        raise BadField("echo", "this model has no tokenizer")
     texts = [
         one if isinstance(one, str) else engine.tokenizer.decode(one, skip_special_tokens=True)
         for one in prompts
@@ -103,9 +111,9 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     """
     _refuse(body, "functions")
     if body.modalities not in (None, [], ["text"]):
-        raise ApiError(400, "modalities: only text is served", param="modalities")
+        raise BadField("modalities", "only text is served")
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs: want logprobs to be true", param="top_logprobs")
+        raise BadField("top_logprobs", "want logprobs to be true")
     messages = read_messages(engine, body.messages)
     limit = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -123,7 +131,7 @@ def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> lis
       ApiError: both or none, far more text than fits, or what a chat is refused for.
     """
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "prompt: want this or messages", param="prompt")
+        raise BadField("prompt", "want this or messages")
     if body.messages is None:
         is_bare = body.add_special_tokens is False
         return _encode(engine, config, body.prompt or "", is_bare=is_bare)
@@ -139,7 +147,7 @@ def read_tokens(engine: Engine, config: ServeConfig, body: DetokenizeRequest) ->
     """
     del config
     if engine.tokenizer is None:
-        raise ApiError(400, "tokens: this model has no tokenizer", param="tokens")
+        raise BadField("tokens", "this model has no tokenizer")
     _check_ids(engine, "tokens", body.tokens)
     return engine.tokenizer.decode(body.tokens)
 
@@ -172,7 +180,7 @@ def read_tokenizer(engine: Engine) -> dict[str, Any]:
 def _refuse(body: CommonRequest, *names: str) -> None:
     for name in names:
         if getattr(body, name):
-            raise ApiError(400, f"{name}: not served", param=name)
+            raise BadField(name, "not served")
 
 
 def _make_job(
@@ -190,15 +198,18 @@ def _make_job(
     _check_most(config, "logprobs", logprobs)
     _check_most(config, "prompt_logprobs", body.prompt_logprobs)
     if body.stream and body.prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs: not served in streams", param="prompt_logprobs")
+        raise BadField("prompt_logprobs", "not served in streams")
     if len(prompts) * (body.n or 1) > MOST_CHOICES:
-        raise ApiError(400, f"n: want at most {MOST_CHOICES} choices in all", param="n")
+        raise BadField("n", f"want at most {MOST_CHOICES} choices in all")
     stop = _read_stop(engine, config, body)
     prepared = _prepare_choices(engine, config, body, prompts, limit, rendering, caller)
     per_token, listed = (0 if n is None else 1 + n for n in (logprobs, body.prompt_logprobs))
     echoes = isinstance(body, CompletionRequest) and bool(body.echo)
     per_prompt_token = listed + (per_token if echoes else 0)
     _check_logprobs(config, prepared, per_token, per_prompt_token)
+    options = body.stream_options or StreamOptions()
+    extras = {"usage": options.include_usage, "speculation": options.include_speculation}
+    extras["token_ids"] = body.return_token_ids
     return Job(
         prepared,
         [*config.stop, *stop],
@@ -208,15 +219,18 @@ def _make_job(
         scores_prompt=per_prompt_token > 0,
         num_prompt_logprobs=body.prompt_logprobs,
         caller=caller,
+        is_chat=isinstance(body, ChatRequest),
+        is_streamed=bool(body.stream),
+        extras=frozenset(name for name, is_wanted in extras.items() if is_wanted),
     )
 
 
 def _check_most(config: ServeConfig, name: str, wanted: int | None) -> None:
     """Refuses more log-probabilities per token than are served, or any."""
     if wanted is not None and not config.max_logprobs:
-        raise ApiError(400, f"{name}: not served", param=name)
+        raise BadField(name, "not served")
     if wanted is not None and wanted > config.max_logprobs:
-        raise ApiError(400, f"{name}: want at most {config.max_logprobs}", param=name)
+        raise BadField(name, f"want at most {config.max_logprobs}")
 
 
 def _check_logprobs(
@@ -230,8 +244,8 @@ def _check_logprobs(
     got = per_token * sum(one.max_new_tokens for one in prompts)
     got += per_prompt_token * sum(len(one.ids) for one in prompts)
     if got > most:
-        message = f"logprobs: want at most {most:,} in all choices, got up to {got:,}"
-        raise ApiError(400, f"{message}; ask for fewer choices or tokens", param="logprobs")
+        message = f"want at most {most:,} in all choices, got up to {got:,}"
+        raise BadField("logprobs", f"{message}; ask for fewer choices or tokens")
 
 
 def _prepare_choices(
@@ -323,8 +337,8 @@ def _num_characters(value: Any) -> int:
 def _read_stop(engine: Engine, config: ServeConfig, body: CommonRequest) -> list[str]:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > MOST_STOPS or any(len(string) > _LONGEST_STOP for string in stop):
-        message = f"stop: want at most {MOST_STOPS} strings of at most {_LONGEST_STOP:,} characters"
-        raise ApiError(400, message, param="stop")
+        message = f"want at most {MOST_STOPS} strings of at most {_LONGEST_STOP:,} characters"
+        raise BadField("stop", message)
     with _refusing("stop"):
         engine.check_stop(stop, config.max_length or engine.max_length)
     return stop
@@ -333,14 +347,14 @@ def _read_stop(engine: Engine, config: ServeConfig, body: CommonRequest) -> list
 def _read_stop_ids(engine: Engine, body: CommonRequest) -> list[int]:
     own, more = [] if body.ignore_eos else engine.stop_ids, body.stop_token_ids or []
     if len(more) > (room := MOST_STOP_IDS - len(own)):
-        raise ApiError(400, f"stop_token_ids: want at most {room}", param="stop_token_ids")
+        raise BadField("stop_token_ids", f"want at most {room}")
     _check_ids(engine, "stop_token_ids", more)
     return [*own, *more]
 
 
 def _check_ids(engine: Engine, name: str, ids: Sequence[int]) -> None:
     if any(not 0 <= token < engine.target_config.vocab_size for token in ids):
-        raise ApiError(400, f"{name}: want ids of the vocabulary", param=name)
+        raise BadField(name, "want ids of the vocabulary")
 
 
 def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingConfig:
@@ -355,7 +369,7 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
     except ValidationError as error:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else None
-        raise ApiError(400, f"{param}: {explain(first)}", param=param) from error
+        raise BadField(param, f"{explain(first)}") from error
 
 
 def _check_unknown(body: CommonRequest) -> None:
@@ -364,7 +378,7 @@ def _check_unknown(body: CommonRequest) -> None:
     for name in unknown.keys() & FOREIGN.keys():
         value, harmless = unknown[name], FOREIGN[name]
         if value is not None and (value != harmless if harmless else value):
-            raise ApiError(400, f"{name}: not served", param=name)
+            raise BadField(name, "not served")
     for name in islice(unknown, 10):
         _warn_of_unknown(cut(ascii(name)))
 

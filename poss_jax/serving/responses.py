@@ -17,10 +17,12 @@ from poss_jax.engine.streams import Chunks
 from poss_jax.serving.bodies import (
     MOST_MESSAGES,
     ApiError,
+    BadField,
     ChatRequest,
     CommonRequest,
     ContentPart,
     NumTokens,
+    join_parts,
     refusing_body,
 )
 from poss_jax.serving.replies import KEEP_ALIVE, Reply, event
@@ -63,9 +65,7 @@ class ResponseRequest(CommonRequest):
     truncation: str | None = None
 
 
-def read_response(
-    engine: Engine, config: ServeConfig, body: ResponseRequest
-) -> tuple[ChatRequest, Job]:
+def read_response(engine: Engine, config: ServeConfig, body: ResponseRequest) -> Job:
     """Turns a request into a chat's, and that into a job.
 
     Raises:
@@ -85,12 +85,12 @@ def read_response(
     try:
         with refusing_body():
             chat = ChatRequest.model_validate(fields, strict=True)
-        return chat, read_chat(engine, config, chat)
+        return read_chat(engine, config, chat)
     except ApiError as error:
         if error.param not in _NAMES:
             raise
         name, about = _NAMES[error.param], error.message.partition(": ")[2] or error.message
-        raise ApiError(400, f"{name}: {about}", param=name, code=error.code) from error
+        raise BadField(name, about, code=error.code) from error
 
 
 def _check(body: ResponseRequest) -> None:
@@ -98,29 +98,29 @@ def _check(body: ResponseRequest) -> None:
     extra = body.model_extra or {}
     for name in _HELD:
         if extra.get(name):
-            raise ApiError(400, f"{name}: not served, since nothing is stored", param=name)
+            raise BadField(name, "not served, since nothing is stored")
     refused = [name for name in _OF_CHATS if getattr(body, name, extra.get(name))]
     refused += ["truncation"] if body.truncation not in (None, "disabled") else []
     refused += ["include"] if set(body.include or ()) - {"reasoning.encrypted_content"} else []
     for name in refused:
-        raise ApiError(400, f"{name}: not served by /v1/responses", param=name)
+        raise BadField(name, "not served by /v1/responses")
     for name in _REPEATED:
         try:
             json.dumps(getattr(body, name), allow_nan=False)
         except ValueError as error:
-            raise ApiError(400, f"{name}: want finite numbers", param=name) from error
+            raise BadField(name, "want finite numbers") from error
 
 
 def _form_of(body: ResponseRequest) -> dict[str, Any]:
     form = (body.text or {}).get("format") or _PLAIN
     if not isinstance(form, dict):
-        raise ApiError(400, "text: want an object as format", param="text")
+        raise BadField("text", "want an object as format")
     return form
 
 
 def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise ApiError(400, "tools: want the type function; no other is served", param="tools")
+        raise BadField("tools", "want the type function; no other is served")
     return _nest(tool)
 
 
@@ -153,16 +153,12 @@ def _read_input(body: ResponseRequest) -> list[dict[str, Any]]:
                 wanted = (
                     "messages with a role, function_call and function_call_output with a call_id"
                 )
-                raise ApiError(400, f"input: want {wanted}", param="input")
+                raise BadField("input", f"want {wanted}")
     return messages
 
 
 def _read_text(content: Content) -> str:
-    if isinstance(content, str):
-        return content
-    if any(part.type not in _TEXTS for part in content):
-        raise ApiError(400, "input: only content of type input_text is served", param="input")
-    return "".join(part.text or "" for part in content)
+    return content if isinstance(content, str) else join_parts(content, _TEXTS, "input")
 
 
 class ResponseReply(Reply):

@@ -98,8 +98,6 @@ class DrainingServer(uvicorn.Server):
         """Makes a server; `run` serves.
 
         Args:
-          settings: uvicorn's.
-          app: made by `create_app`.
           drain_seconds: most seconds to finish answers.
           patience: see `Connection.cut_if_late`.
         """
@@ -154,8 +152,6 @@ def make_server(
     """Makes the server of an application.
 
     Args:
-      app: made by `create_app`.
-      config: settings.
       api_key: key that requests must carry; None: no key.
       patience: seconds a client may take to ask, to send a body, and to read the reply.
     """

@@ -101,8 +101,6 @@ def call_grammar(
     """A grammar of answers whose calls are of these tools, with arguments of their schemas.
 
     Args:
-      form: how calls are written.
-      tools: as the API has them.
       special: id of each mark that is a special token.
       is_forced: the answer is calls and nothing else; otherwise text may stand before and after
         them, and only strict tools have their schemas.

@@ -37,7 +37,7 @@ CPU_SECONDS = 2.0
 READ = {
     CompletionRequest: read_completion,
     ChatRequest: read_chat,
-    ResponseRequest: lambda *given: read_response(*given)[1],
+    ResponseRequest: read_response,
     TokenizeRequest: read_text,
 }
 GOOD = {

@@ -1,0 +1,321 @@
+"""The service behind the endpoints: reads requests, submits them, answers them, and measures.
+
+Metrics are in Prometheus' text format, with the names that vLLM and inference gateways use.
+
+poss:num_requests_waiting            gauges: requests in the queue, decoded, share of slots in use
+poss:num_requests_running
+poss:kv_cache_usage_perc
+poss:time_to_first_token_seconds     histograms, from the arrival of a request
+poss:time_per_output_token_seconds
+poss:e2e_request_latency_seconds
+poss:prefix_cache_queries_total      counters: tokens of prompts; those that were not read, since
+poss:prefix_cache_hits_total         earlier prompts began with them
+poss:spec_decode_num_accepted_tokens_per_pos_total     counter by position, the first is 0
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import Receive, Scope, Send
+
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.config.paths import as_path
+from poss_jax.config.reading import UserError
+from poss_jax.engine.answers import Chunk
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
+from poss_jax.engine.streams import Chunks, Stream, merge
+from poss_jax.serving.bodies import (
+    ApiError,
+    parse_body,
+    receive_body,
+)
+from poss_jax.serving.grammars import GRAMMAR_FIELDS
+from poss_jax.serving.replies import Reply
+from poss_jax.serving.requests import Job
+
+_KEEP_ALIVE_SECONDS = 10.0
+_POLL_SECONDS = 0.25
+_LARGE_BYTES = 2**16
+_SLOW = [name.encode() for name in (*GRAMMAR_FIELDS, "json_schema", "tool_choice", "strict")]
+_STOPS = "the server stops; try another one"
+_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+
+
+class Service:
+    """State shared by the endpoints.
+
+    Attributes:
+      config: settings.
+      limits: the same, with the scheduler's length limit.
+      engine: target and draft.
+      scheduler: decodes.
+      metrics: what /metrics shows.
+      is_draining: running answers finish, no new ones start.
+    """
+
+    def __init__(self, config: ServeConfig, engine: Engine, scheduler: Scheduler) -> None:
+        self.config, self.engine, self.scheduler = config, engine, scheduler
+        self.limits = replace(config, max_length=scheduler.max_length)
+        self.metrics = Metrics(scheduler)
+        self.model = config.model_name or as_path(config.target).name
+        self.is_draining = False
+        self._reader_of_large, self._scorer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def close(self) -> None:
+        """Ends the scheduler and the reading threads."""
+        for pool in (self._reader_of_large, self._scorer):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.scheduler.close()
+
+    async def read(self, request: Request, kind: type[Any], read: Callable[..., Any]) -> Any:
+        """Reads a request off the event loop: its body, and what `read` makes of it.
+
+        Large bodies and grammars are read one at a time, which bounds their memory. After each, the
+        reading thread rests as long as it worked, since pydantic holds the interpreter and probes
+        want their turn.
+
+        Raises:
+          ApiError: something in it cannot be served.
+        """
+        content = await receive_body(request)
+
+        def parse() -> Any:
+            body = parse_body(kind, content)
+            self.check_model(getattr(body, "model", None))
+            return body, read(self.engine, self.limits, body)
+
+        loop = asyncio.get_running_loop()
+        if len(content) <= _LARGE_BYTES and not any(name in content for name in _SLOW):
+            return await loop.run_in_executor(None, parse)
+        return await loop.run_in_executor(self._reader_of_large, _and_rest, parse)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the server answers requests; some programs may still be compiled."""
+        is_warm = self.scheduler.warmth is not None and bool(self.scheduler.warmth.sizes)
+        return is_warm and not self.is_draining and self.scheduler.error is None
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if nothing is left to compile."""
+        return self.scheduler.warmth is not None and self.scheduler.warmth.is_done
+
+    @property
+    def about_model(self) -> dict[str, Any]:
+        """The model as the API describes it."""
+        about = {"id": self.model, "object": "model", "created": 0, "owned_by": "poss_jax"}
+        return about | {
+            "max_model_len": self.scheduler.max_length,
+            "has_chat_template": bool(getattr(self.engine.tokenizer, "chat_template", None)),
+        }
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError if another model is asked for."""
+        if name is not None and name != self.model:
+            raise ApiError(
+                404, f"want the model {self.model}", param="model", code="model_not_found"
+            )
+
+    def submit(self, job: Job) -> list[Stream]:
+        """Puts all choices of a request into the queue, or none.
+
+        Raises:
+          ApiError: the queue is full, or the server stops.
+        """
+        try:
+            return self.scheduler.submit_all(
+                job.prompts,
+                stop=job.stop,
+                has_logprobs=job.num_logprobs is not None,
+                timeout=self.config.timeout_seconds,
+            )
+        except QueueFull as error:
+            raise ApiError(429, "too many requests wait; try again", retry_after=1) from error
+        except Closed as error:
+            raise ApiError(503, _STOPS, retry_after=1) from error
+
+    async def _submit_beside(self, job: Job) -> list[Stream]:
+        """Submits; in a thread if an answer is continued, since its text is decoded first."""
+        if not any(prompt.num_continued for prompt in job.prompts):
+            return self.submit(job)
+        submitted = asyncio.create_task(asyncio.to_thread(self.submit, job))
+        try:
+            return await asyncio.shield(submitted)
+        except asyncio.CancelledError:
+            submitted.add_done_callback(
+                lambda task: task.exception() or _cancel(task.result())  # nobody reads them
+            )
+            raise
+
+    async def answer(
+        self, request: Request, job: Job, kind: Callable[..., Reply] = Reply
+    ) -> Response:
+        """Answers a request, as one body or as a stream of events."""
+        arrived = time.monotonic()
+        reply = kind(self.engine, job, model=self.model)
+        if job.scores_prompt:
+            await self._score(job, reply)
+        streams = await self._submit_beside(job)
+        interval = self.config.stream_interval_seconds if job.is_streamed else _KEEP_ALIVE_SECONDS
+        chunks = merge(streams, patience=_KEEP_ALIVE_SECONDS, interval=interval)
+        chunks = self._timed(chunks, arrived)
+        if job.is_streamed:
+            return _Events(reply.write_events(chunks), streams)
+        try:
+            return await _until_disconnected(request, reply.write_body(chunks))
+        finally:
+            _cancel(streams)
+
+    async def _score(self, job: Job, reply: Reply) -> None:
+        """Scores the prompts, one at a time for all requests; answers are decoded meanwhile."""
+
+        def score(index: int) -> None:
+            prompt = job.prompts[index * job.num_choices]
+            reply.take_scores(index, self.scheduler.score(prompt.ids))
+
+        try:
+            for index in range(len(job.prompts) // job.num_choices):
+                await asyncio.get_running_loop().run_in_executor(self._scorer, score, index)
+        except Closed as error:
+            raise ApiError(503, _STOPS, retry_after=1) from error
+
+    async def _timed(self, chunks: Chunks, arrived: float) -> Chunks:
+        """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
+        first: dict[int, float] = {}
+        try:
+            async for item in chunks:
+                if item is not None:
+                    answer = item[1].answer
+                    is_cancelled = answer is not None and answer.stop_reason == "cancelled"
+                    if is_cancelled and self.scheduler.is_closed:
+                        message = "the server stops; this answer is cut"
+                        raise ApiError(503, message, retry_after=1)
+                    self._measure(*item, first, arrived)
+                yield item
+        except Closed as error:
+            raise ApiError(503, "decoding failed") from error
+        except UserError as error:  # a grammar that is too complex here
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
+
+    def _measure(self, index: int, chunk: Chunk, first: dict[int, float], arrived: float) -> None:
+        now, answer = time.monotonic(), chunk.answer
+        if index not in first and chunk.output_ids:
+            first[index] = now
+            self.metrics.first_token.observe(now - arrived)
+        if answer is not None:
+            self.metrics.whole.observe(now - arrived)
+            more = len(answer.output_ids) - 1
+            if more > 0:
+                self.metrics.per_token.observe((now - first[index]) / more)
+
+
+def _and_rest(work: Callable[[], Any]) -> Any:
+    """Works, and sleeps as long as that took."""
+    begun = time.monotonic()
+    try:
+        return work()
+    finally:
+        time.sleep(time.monotonic() - begun)
+
+
+def _cancel(streams: Sequence[Stream]) -> None:
+    """Cancels answers that are still being decoded."""
+    for stream in streams:
+        stream.cancel()
+
+
+class _Events(StreamingResponse):
+    """A reply in events; frees the slots of a client that leaves, even before the first event."""
+
+    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream]) -> None:
+        headers = {"cache-control": "no-store"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            _cancel(self._streams)
+
+
+async def _until_disconnected(request: Request, body: Coroutine[Any, Any, Any]) -> Response:
+    """Waits for a body; gives up when the client leaves."""
+    task = asyncio.create_task(body)
+    try:
+        while not task.done():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(task), _POLL_SECONDS)
+            if not task.done() and await request.is_disconnected():
+                return Response(status_code=499)
+        return JSONResponse(task.result())
+    finally:
+        task.cancel()
+
+
+class Metrics:
+    """Metrics of one server.
+
+    Attributes:
+      registry: what /metrics shows.
+      first_token: seconds from the arrival of a request to its first token.
+      per_token: seconds per token after the first.
+      whole: seconds from arrival to the end.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.registry = CollectorRegistry()
+        self.registry.register(self)  # type: ignore[arg-type]
+
+        def histogram(name: str, about: str) -> Histogram:
+            return Histogram(f"poss:{name}", about, buckets=_BUCKETS, registry=self.registry)
+
+        self.first_token = histogram("time_to_first_token_seconds", "From arrival to first token")
+        self.per_token = histogram("time_per_output_token_seconds", "Per token after the first")
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end")
+
+    def collect(self) -> Iterator[Metric]:
+        """Reads the scheduler's counts."""
+        scheduler, stats = self._scheduler, self._scheduler.stats
+        running, slots = scheduler.num_running, scheduler.num_slots
+        gauges = [
+            ("num_requests_waiting", "Requests in the queue", scheduler.num_waiting),
+            ("num_requests_running", "Requests that are read or decoded", running),
+            ("kv_cache_usage_perc", "Share of slots in use, 0 to 1", min(running / slots, 1.0)),
+        ]
+        for name, about, value in gauges:
+            yield GaugeMetricFamily(f"poss:{name}", about, value)
+        accepted = dict(stats.accepted)
+        counters = [
+            ("prompt_tokens", "Tokens of prompts", stats.prompt_tokens),
+            ("prefix_cache_queries", "Tokens of prompts, cached or not", stats.prompt_tokens),
+            ("prefix_cache_hits", "Tokens of prompts that were cached", stats.cached_tokens),
+            ("generation_tokens", "Tokens of answers", stats.tokens),
+            ("decoding_rounds", "Rounds of the whole batch", stats.rounds),
+            ("compilations", "Programs compiled after the warm-up", stats.compilations),
+            ("spec_decode_num_drafts", "Trees drafted", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Positions drafted", stats.drafted),
+            ("spec_decode_num_accepted_tokens", "Drafts accepted", sum(accepted.values())),
+        ]
+        for name, about, value in counters:
+            yield CounterMetricFamily(f"poss:{name}", about, value)
+        name, about = "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position"
+        by_position = CounterMetricFamily(f"poss:{name}", about, labels=["position"])
+        for position, count in sorted(accepted.items()):
+            by_position.add_metric([str(position - 1)], count)
+        yield by_position
+        ended = CounterMetricFamily("poss:request_success", "Answers", labels=["finished_reason"])
+        for reason, count in dict(stats.finished).items():
+            ended.add_metric([reason], count)
+        yield ended
