@@ -331,17 +331,17 @@ def test_interrupted_export_leaves_nothing(tmp_path, tiny):
     ("model", "flags", "message"),
     [
         ("draft", {}, "parts of their target, such as its embedding; give its folder: --target"),
-        ("draft", {"format": "hf"}, "is a draft; give --format eagle or --format poss"),
+        ("draft", {"format": "hf"}, "want --format poss for all 2 specialists, got --format hf"),
         (
             "draft",
             {"format": "eagle", "target": "target"},
-            "--specialist 0 to 1, or",
+            "want --format poss for all 2 .* got --format eagle; --specialist 0 to 1 writes one",
         ),
         ("draft", {"specialist": 2, "target": "target"}, "specialist 2 does not exist"),
         (
             "draft",
             {"specialist": 1, "format": "poss", "target": "target"},
-            "eagle for one",
+            "want --format eagle for one specialist, got --format poss",
         ),
         ("draft", {"target": "draft"}, "want the target source .* got draft source"),
         ("draft", {"target": "other"}, "want the target source .* with another embedding or head"),

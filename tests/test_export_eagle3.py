@@ -225,7 +225,7 @@ def test_a_stack_of_layers_comes_back(one: Golden, tmp_path: Path) -> None:
         (
             "eagle3",
             {"layers_per_specialist": (2,)},
-            "a specialist of 2 layers, --format eagle3 holds one; give --format speculators",
+            "want --format speculators for one specialist of 2 layers, got --format eagle3",
         ),
         (
             "eagle3",
@@ -265,11 +265,17 @@ def test_what_a_layout_cannot_hold(
     [
         (
             {"format": "eagle3"},
-            "3 specialists, the layout eagle3 one layer; give --specialist 0 to",
+            "for all 3 specialists, got --format eagle3; --specialist 0 to 2 writes one",
         ),
-        ({"format": "speculators"}, "or --format poss or --format poss-midlayers"),
-        ({"format": "eagle"}, "is a draft; give --format eagle3 or --format poss or"),
-        ({"format": "poss", "specialist": 1}, "writes every specialist; give --format eagle3 or"),
+        ({"format": "speculators"}, "want --format poss or --format poss-midlayers for all 3"),
+        (
+            {"format": "eagle"},
+            "want --format poss or --format poss-midlayers for .* got --format eagle;",
+        ),
+        (
+            {"format": "poss", "specialist": 1},
+            "want --format eagle3 or .* for one specialist, got --format poss",
+        ),
         ({"specialist": 3}, "specialist 3 does not exist; the draft has 3"),
         (
             {"verifier": "a/b"},

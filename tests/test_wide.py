@@ -134,7 +134,7 @@ def test_a_run_trains_the_wide_mlps_and_the_texts_stay(runs: Runs, tmp_path: Pat
     drafted = generate(target, str(model), tmp_path, *prompts)
     assert [one["text"] for one in drafted] == [one["text"] for one in alone]
     arguments = ["--model", str(model), "--target", target, "--output", str(tmp_path / "out")]
-    assert "2 times as wide, which no layout holds" in refusal(convert, "export", *arguments)
+    assert "no layout holds a specialist 2 times as wide" in refusal(convert, "export", *arguments)
 
 
 @pytest.mark.parametrize("widths", [(1, 2), (2, 1, 1)])

@@ -3,11 +3,10 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
@@ -23,25 +22,30 @@ from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.version import __version__
 from poss_jax.convert.layouts import LAYOUTS, Layout, Outgoing, target_config_json
-from poss_jax.convert.names import DRAFT_EMBEDDING, FC, fused_name, stacked_name
+from poss_jax.convert.names import DRAFT_EMBEDDING, FC, Slot, slots_by_key, split_rows
 from poss_jax.convert.reading import Row
 from poss_jax.convert.source import HUB_ID
-from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
+from poss_jax.model.parameters import flatten_item
 
-ExportDType = Literal["keep", "float32", "bfloat16", "float16"]
+DType = Literal["keep", "float32", "bfloat16", "float16"]
 
 MAX_SHARD_BYTES = 5_000_000_000
 
-_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-_TYPES |= {"int64": np.int64, "bool": np.bool_}
 
+class Part(NamedTuple):
+    """An array of a model folder that is written: a tensor, or rows of a fused one.
 
-@dataclass(frozen=True)
-class Model:
-    """A model folder and its record."""
+    Attributes:
+      folder: the model folder.
+      record: its record.
+      slot: place of the array in it.
+      key: key to write, see `slots_by_key`.
+    """
 
     folder: AnyPath
     record: ModelRecord
+    slot: Slot
+    key: str
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Export:
 
     Attributes:
       config: contents of config.json.
-      origins: model that each exported item comes from, and the item's name there.
+      parts: the arrays to write; those of an item follow each other.
       rows: the table: our path -> key, with the shape and type that are written.
       tokenizer_from: folder whose tokenizer files are copied; None copies none.
       maps: arrays that are not ours, by key; their rows are the last.
@@ -58,9 +62,9 @@ class Export:
     """
 
     config: dict[str, Any]
-    origins: dict[str, tuple[Model, str]]
+    parts: list[Part]
     rows: list[Row]
-    tokenizer_from: AnyPath | None
+    tokenizer_from: AnyPath | None = None
     maps: Mapping[str, np.ndarray] = field(default_factory=dict)
     card: str | None = None
 
@@ -72,14 +76,13 @@ class Export:
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """Streams (key, array) in the order of the rows, one item in memory at a time."""
         rows = iter(self.rows)
-        for model, item in self.origins.values():
-            loaded = flatten_item(load_item(model.folder, model.record, item))
-            arrays = {"/".join((item, *path)): array for path, array in loaded.items()}
-            while arrays:
+        for item, tensors in _by_item(self.parts):
+            arrays = flatten_item(load_item(item.folder, item.record, item.slot.item))
+            for _, slots in tensors:
                 row = next(rows)
-                parts = [_cast(row, np.asarray(arrays.pop(key))) for key in _split_paths(row.key)]
+                cast = [_cast(row, np.asarray(arrays.pop(slot.path))) for slot in slots]
                 # A copy, so that PyTorch takes it as it is, and so that the item can be freed.
-                yield row.path, np.concatenate(parts)
+                yield row.path, np.concatenate(cast)
         yield from self.maps.items()
 
 
@@ -90,7 +93,7 @@ def plan_export(
     target: str | AnyPath | None = None,
     specialist: int | None = None,
     verifier: str | None = None,
-    dtype: ExportDType = "keep",
+    dtype: DType = "keep",
 ) -> Export:
     """Plans the export of any model folder.
 
@@ -107,136 +110,109 @@ def plan_export(
       UserError: options that do not go together, a damaged folder, another target than the draft
         was made for, or a model that the layout cannot hold.
     """
-    source = Model(as_path(model), read_record(model))
-    if source.record.family == "target":
+    folder, record = as_path(model), read_record(model)
+    if record.family == "target":
         if form not in (None, "hf"):
             raise UserError(f"{model} is a target; give --format hf")
         if (target, specialist, verifier) != (None, None, None):
             raise UserError(
                 "--target, --specialist and --verifier are for drafts; leave them out for a target"
             )
-        if source.record.quantised is not None:
-            raise UserError(
-                f"{model} is quantised to {source.record.quantised}, which no layout holds; export "
-                "the target it was made from"
-            )
-        return _plan_target(source, dtype)
-    layout = _choose_layout(source, form, specialist)
-    _check_verifier(layout, verifier)
+        return _plan_target(folder, record, dtype)
+    layout = _choose_layout(folder, record.draft, form, specialist)
+    if verifier is not None and not layout.names_verifier:
+        named = _list_formats([layout for layout in LAYOUTS if layout.names_verifier])
+        raise UserError(
+            f"--verifier is for {named}; --format {layout.name} does not name the target's "
+            "checkpoint, leave it out"
+        )
     if target is None:
         raise UserError(
             "the layout of drafts holds or describes parts of their target, such as its embedding; "
             "give its folder: --target DIR"
         )
-    owner = Model(as_path(target), read_record(target))
-    return _plan_draft(source, owner, layout, specialist, verifier, dtype)
+    return _plan_draft(folder, record, as_path(target), layout, specialist, verifier, dtype)
 
 
-def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> Layout:
+def _choose_layout(
+    folder: AnyPath, config: DraftConfig, form: str | None, specialist: int | None
+) -> Layout:
     """Finds the layout to write; by default the first one that holds what is to be written."""
-    config, folder = draft.record.draft, draft.folder
-    layouts = [layout for layout in LAYOUTS if layout.family == config.family]
+    deep = f" of {config.num_further + 1} layers" if config.num_further else ""
+    wide = f" {config.num_wide + 1} times as wide" if config.num_wide else ""
+    layouts = [layout for layout in LAYOUTS if layout.family == config.family and not wide]
+    if deep:
+        layouts = [layout for layout in layouts if layout.is_stack and config.is_looped]
     if not layouts:
-        raise UserError(
-            f"{folder} is a draft of the family {config.family}, which no layout holds; it stays "
-            "with poss_jax"
-        )
-    if config.num_wide:
-        raise UserError(
-            f"{folder} has a specialist {config.num_wide + 1} times as wide, which no layout "
-            "holds; export a draft whose widths_per_specialist are 1"
-        )
-    if config.num_further:
-        layouts = _layouts_of_stacks(draft, form, layouts)
+        what = f"a specialist{deep}{wide}" if deep or wide else f"the family {config.family}"
+        raise UserError(f"{folder}: no layout holds {what}; the draft stays with poss_jax")
     number = config.num_specialists
-    is_single = specialist is not None or number == 1
-    if form is None:
-        return next(layout for layout in layouts if layout.is_single == is_single)
-    named = next((layout for layout in layouts if layout.name == form), None)
-    if named is None:
-        raise UserError(f"{folder} is a draft; give {_list_formats(layouts)}")
-    if named.is_single and not is_single:
-        all_of_them = [layout for layout in layouts if not layout.is_single]
+    if specialist is not None or number > 1:
+        is_single = specialist is not None
+        layouts = [layout for layout in layouts if layout.is_single == is_single]
+    chosen = next((layout for layout in layouts if form in (None, layout.name)), None)
+    if chosen is None:
+        is_whole = specialist is None and number > 1
+        what = f"all {number} specialists" if is_whole else f"one specialist{deep}"
+        other = f"; --specialist 0 to {number - 1} writes one of them" if is_whole else ""
         raise UserError(
-            f"{folder} has {number} specialists, the layout {form} one layer; give --specialist "
-            f"0 to {number - 1}, or {_list_formats(all_of_them)}"
+            f"{folder}: want {_list_formats(layouts)} for {what}, got --format {form}{other}"
         )
-    if specialist is not None and not named.is_single:
-        single = [layout for layout in layouts if layout.is_single]
-        raise UserError(
-            f"--format {form} writes every specialist; give {_list_formats(single)} for one"
-        )
-    return named
-
-
-def _layouts_of_stacks(draft: Model, form: str | None, layouts: Sequence[Layout]) -> list[Layout]:
-    """Finds the layouts of a draft with a deep specialist, which must be its only one."""
-    config, stacks = draft.record.draft, [layout for layout in layouts if layout.is_stack]
-    what = f"{draft.folder} has a specialist of {config.num_further + 1} layers"
-    if not config.is_looped:
-        raise UserError(
-            f"{what}, which no layout holds; export a draft whose layers_per_specialist are 1"
-        )
-    if form not in (None, *(layout.name for layout in stacks)):
-        raise UserError(f"{what}, --format {form} holds one; give {_list_formats(stacks)}")
-    return stacks
-
-
-def _check_verifier(layout: Layout, verifier: str | None) -> None:
-    if verifier is not None and not layout.names_verifier:
-        named = [layout for layout in LAYOUTS if layout.names_verifier]
-        raise UserError(
-            f"--verifier is for {_list_formats(named)}; --format {layout.name} does not name the "
-            "target's checkpoint, leave it out"
-        )
+    return chosen
 
 
 def _list_formats(layouts: Sequence[Layout]) -> str:
     return " or ".join(f"--format {layout.name}" for layout in layouts)
 
 
-def _plan_target(target: Model, dtype: ExportDType) -> Export:
+def _plan_target(folder: AnyPath, record: ModelRecord, dtype: DType) -> Export:
     """Plans a target in the layout of `transformers`."""
-    origins = {name: (target, name) for name in target.record.items}
-    rows = _rows(origins, dtype)
-    if target.record.llama.fused_projections:
-        rows = _fuse_rows(rows)
-    config = target_config_json(target.record.llama, rows[0].dtype)
-    return Export(config, origins, rows, tokenizer_from=target.folder)
+    if record.quantised is not None:
+        raise UserError(
+            f"{folder} is quantised to {record.quantised}, which no layout holds; export the "
+            "target it was made from"
+        )
+    parts = [Part(folder, record, slot, key) for key, slot in slots_by_key(record.llama).items()]
+    rows = _rows(parts, dtype)
+    return Export(target_config_json(record.llama, rows[0].dtype), parts, rows, folder)
 
 
 def _plan_draft(
-    draft: Model,
-    target: Model,
+    folder: AnyPath,
+    record: ModelRecord,
+    target_folder: AnyPath,
     layout: Layout,
     specialist: int | None,
     verifier: str | None,
-    dtype: ExportDType,
+    dtype: DType,
 ) -> Export:
     """Plans a draft; a copy of the target's embedding takes fc's type."""
-    made_for, given = draft.record.target, target.record.target
-    if target.record.family != "target" or not made_for.same_weights(given):
+    target = read_record(target_folder)
+    if target.family != "target" or not record.target.same_weights(target.target):
         raise UserError(
-            f"{target.folder}: want the target {made_for.name} that draft {draft.folder} was made "
-            f"for, got {target.record.family} {given.name} with another embedding or head"
+            f"{target_folder}: want the target {record.target.name} that draft {folder} was made "
+            f"for, got {target.family} {target.target.name} with another embedding or head"
         )
-    config = _cut(draft.record.draft, specialist)
-    has_copy = layout.has_embedding and not config.has_embedding
-    origins = {"embed": (target, "embed")} if has_copy else {}
-    for name in item_shapes(config):
-        is_chosen = specialist is not None and name.startswith("specialists/")
-        origins[name] = (draft, f"specialists/{specialist}" if is_chosen else name)
-    rows = [row._replace(path=layout.key(stacked_name(row.path))) for row in _rows(origins, dtype)]
+    config = _cut(record.draft, specialist)
+    parts = []
+    for key, slot in slots_by_key(config).items():
+        if specialist is not None and slot.item.startswith("specialists/"):
+            slot = replace(slot, item=f"specialists/{specialist}")
+        parts.append(Part(folder, record, slot, layout.key(key)))
+    if has_copy := layout.has_embedding and not config.has_embedding:
+        shape = (config.layer.vocab_size, config.feature_size)
+        slot = Slot("embed", ("weight",), shape)
+        parts.insert(0, Part(target_folder, target, slot, DRAFT_EMBEDDING))
+    rows = _rows(parts, dtype)
     fc_dtype = next(row.dtype for row in rows if row.path == FC)
     if has_copy:
-        rows[0] = rows[0]._replace(path=DRAFT_EMBEDDING, dtype=fc_dtype)
-    origin = f"{draft.folder}, --format {layout.name}"
-    vocabulary = draft.record.draft_vocabulary
-    outgoing = Outgoing(origin, config, vocabulary, target.record, fc_dtype, verifier)
+        rows[0] = rows[0]._replace(dtype=fc_dtype)
+    origin = f"{folder}, --format {layout.name}"
+    outgoing = Outgoing(origin, config, record.draft_vocabulary, target, fc_dtype, verifier)
     maps = _vocabulary_maps(outgoing, layout)
     rows += [Row("(draft vocabulary)", key, m.shape, m.dtype.name) for key, m in maps.items()]
     card = model_card(outgoing, layout, specialist)
-    return Export(layout.describe(outgoing), origins, rows, None, maps, card)
+    return Export(layout.describe(outgoing), parts, rows, maps=maps, card=card)
 
 
 def _vocabulary_maps(draft: Outgoing, layout: Layout) -> dict[str, np.ndarray]:
@@ -246,6 +222,57 @@ def _vocabulary_maps(draft: Outgoing, layout: Layout) -> dict[str, np.ndarray]:
     size = draft.config.layer.vocab_size
     ids = np.arange(size) if draft.vocabulary is None else np.array(draft.vocabulary, np.int64)
     return {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(np.arange(size), ids)}
+
+
+def _cut(config: DraftConfig, specialist: int | None) -> DraftConfig:
+    """Returns the config of one specialist alone; without a choice, of all of them."""
+    if specialist is None:
+        return config
+    if not 0 <= specialist < config.num_specialists:
+        raise UserError(
+            f"specialist {specialist} does not exist; the draft has {config.num_specialists}, "
+            f"give 0 to {config.num_specialists - 1}"
+        )
+    return replace(config, positions_per_specialist=(1,))
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors
+
+
+def _by_item(parts: Iterable[Part]) -> Iterator[tuple[Part, list[tuple[str, list[Slot]]]]]:
+    """Groups parts by item (yielding its first part), and there by the tensor to write."""
+    for _, group in groupby(parts, key=lambda part: (part.folder, part.slot.item)):
+        first, *others = group
+        tensors = groupby((first, *others), key=lambda part: split_rows(part.key)[0])
+        yield first, [(key, [part.slot for part in tensor]) for key, tensor in tensors]
+
+
+def _rows(parts: Iterable[Part], dtype: DType) -> list[Row]:
+    """Lists the tensors to write; parts of several types are joined in float32."""
+    rows = []
+    for item, tensors in _by_item(parts):
+        stored = flatten_item(describe_item(item.folder, item.record, item.slot.item))
+        for key, slots in tensors:
+            first, *others = slots
+            types = {np.dtype(stored[slot.path].dtype).name for slot in slots}
+            kept = types.pop() if len(types) == 1 else "float32"
+            path = "+".join([str(first), *(slot.path[-2] for slot in others)])
+            shape = (sum(slot.shape[0] for slot in slots), *first.shape[1:])
+            rows.append(Row(path, key, shape, kept if dtype == "keep" else dtype))
+    return rows
+
+
+def _cast(row: Row, array: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = array.astype(row.dtype, copy=False)
+    if cast.dtype != array.dtype and np.isinf(cast).any() and not np.isinf(array).any():
+        raise UserError(f"{row.path} holds numbers beyond {row.dtype}; give another --dtype")
+    return cast
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
 
 
 def write_export(
@@ -268,21 +295,19 @@ def write_export(
     Raises:
       UserError: the folder is not empty or cannot be written, or torch is wanted and missing.
     """
-    name = "pytorch_model.bin" if as_bin else "model.safetensors"
+    stem, suffix = ("pytorch_model", "bin") if as_bin else ("model", "safetensors")
     shards = _shards(export.rows, max_shard_bytes)
     arrays, weight_map = iter(arrays), {}
     with whole_folder(folder) as partial:
         for number, rows in enumerate(shards, start=1):
-            shard = name
-            if len(shards) > 1:
-                stem, suffix = name.split(".")
-                shard = f"{stem}-{number:05}-of-{len(shards):05}.{suffix}"
+            end = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+            shard = f"{stem}{end}.{suffix}"
             _save(partial / shard, dict(islice(arrays, len(rows))))
             weight_map |= dict.fromkeys((row.path for row in rows), shard)
         if len(shards) > 1:
-            size = sum(_num_bytes(row) for row in export.rows)
+            size = sum(map(_num_bytes, export.rows))
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            _write_json(partial / f"{name}.index.json", index)
+            _write_json(partial / f"{stem}.{suffix}.index.json", index)
         _write_json(partial / "config.json", export.config)
         if export.tokenizer_from is not None:
             copy_tokenizer(export.tokenizer_from, partial)
@@ -291,71 +316,8 @@ def write_export(
             (partial / "README.md").write_text(export.card, encoding="utf-8")
 
 
-def _cut(config: DraftConfig, specialist: int | None) -> DraftConfig:
-    """Returns the config of one specialist alone; without a choice, of all of them."""
-    if specialist is None:
-        return config
-    if not 0 <= specialist < config.num_specialists:
-        raise UserError(
-            f"specialist {specialist} does not exist; the draft has {config.num_specialists}, "
-            f"give 0 to {config.num_specialists - 1}"
-        )
-    return replace(config, positions_per_specialist=(1,))
-
-
-def _rows(origins: dict[str, tuple[Model, str]], dtype: ExportDType) -> list[Row]:
-    rows = []
-    for name, (model, item) in origins.items():
-        stored = flatten_item(describe_item(model.folder, model.record, item))
-        for path, shape in flatten_item(model.record.items[item]).items():
-            written = np.dtype(stored[path].dtype).name if dtype == "keep" else dtype
-            rows.append(
-                Row(
-                    "/".join((item, *path)),
-                    torch_name(table_of(model.record.config), name, path),
-                    shape,
-                    written,
-                )
-            )
-    return rows
-
-
-def _fuse_rows(rows: list[Row]) -> list[Row]:
-    """Joins the rows whose arrays are written as one tensor, one below the other."""
-    parts: dict[str, list[Row]] = {}
-    for row in rows:
-        parts.setdefault(fused_name(row.path), []).append(row)
-    return [_fuse(name, group) for name, group in parts.items()]
-
-
-def _fuse(name: str, parts: list[Row]) -> Row:
-    """Joins rows to one, whose path has a plus between their names: `mlp/gate+up/weight`."""
-    if len(parts) == 1:
-        return parts[0]
-    paths = [part.key.split("/") for part in parts]
-    joined = "+".join(path[-2] for path in paths)
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    types = {part.dtype for part in parts}
-    dtype = types.pop() if len(types) == 1 else "float32"
-    return Row("/".join((*paths[0][:-2], joined, paths[0][-1])), name, shape, dtype)
-
-
-def _split_paths(joined: str) -> list[str]:
-    """Lists the paths that `_fuse` joined."""
-    *outer, names, leaf = joined.split("/")
-    return ["/".join((*outer, name, leaf)) for name in names.split("+")]
-
-
-def _cast(row: Row, array: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        cast = array.astype(_TYPES[row.dtype], copy=False)
-    if cast.dtype != array.dtype and np.isinf(cast).any() and not np.isinf(array).any():
-        raise UserError(f"{row.path} holds numbers beyond {row.dtype}; give another --dtype")
-    return cast
-
-
 def _num_bytes(row: Row) -> int:
-    return int(np.prod(row.shape)) * np.dtype(_TYPES[row.dtype]).itemsize
+    return int(np.prod(row.shape)) * np.dtype(row.dtype).itemsize
 
 
 def _shards(rows: list[Row], max_bytes: int) -> list[list[Row]]:

@@ -63,21 +63,11 @@ def slots_by_key(config: LlamaConfig | DraftConfig) -> dict[str, Slot]:
         for path, shape in flatten_item(tree).items()
     }
     if isinstance(config, DraftConfig) and config.is_looped:
-        slots = {stacked_name(key): slot for key, slot in slots.items()}
+        # The further layers follow the first one.
+        names = (_FURTHER.sub(lambda match: f"layers.{int(match[1]) + 1}", key) for key in slots)
+        return dict(zip(names, slots.values(), strict=True))
     is_fused = isinstance(config, LlamaConfig) and config.fused_projections
     return _name_rows(slots) if is_fused else slots
-
-
-def stacked_name(key: str) -> str:
-    """Names a parameter of a looped draft, whose further layers follow the first one."""
-    return _FURTHER.sub(lambda match: f"layers.{int(match[1]) + 1}", key)
-
-
-def fused_name(key: str) -> str:
-    """Names the tensor of a fused checkpoint that holds a parameter, alone or with others."""
-    for whole, part in _FUSED.items():
-        key = part.sub(whole, key)
-    return key
 
 
 def _name_rows(slots: Mapping[str, Slot]) -> dict[str, Slot]:
@@ -85,7 +75,9 @@ def _name_rows(slots: Mapping[str, Slot]) -> dict[str, Slot]:
     named: dict[str, Slot] = {}
     ends: dict[str, int] = {}
     for key, slot in slots.items():
-        whole = fused_name(key)
+        whole = key
+        for joined, part in _FUSED.items():
+            whole = part.sub(joined, whole)
         if whole != key:
             start = ends.get(whole, 0)
             ends[whole] = start + slot.shape[0]
