@@ -78,7 +78,7 @@ def test_every_dtype_is_kept(tmp_path, dtype):
     assert_stored(load_target(tmp_path / "out")[1], target_keys(2), tensors)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype_flag(tmp_path, tiny, dtype, capsys):
     run("target", source=tiny / "source", output=tmp_path / "out", dtype=dtype)
     want = {key: value.astype(jnp.dtype(dtype)) for key, value in target_tensors().items()}

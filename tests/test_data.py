@@ -272,33 +272,6 @@ def test_no_code_of_a_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not ran.exists()
 
 
-@pytest.mark.parametrize(
-    ("normaliser", "growth"),
-    [
-        ({"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10**6}, "1,000,000"),
-        ({"type": "Replace", "pattern": {"Regex": "a?"}, "content": "b" * 99}, "100"),
-        ({"type": "Prepend", "prepend": "b" * 99}, "100"),
-        ({"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 16}, None),
-        ({"type": "NFKC"}, None),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("is_repeated", [False, True])
-def test_normalisers_that_grow_a_text(
-    tmp_path: Path, normaliser: dict[str, Any], growth: str | None, is_repeated: bool
-) -> None:
-    train_tokenizer([SOURCE], 259, tmp_path)
-    path = tmp_path / "tokenizer.json"
-    if is_repeated:
-        normaliser = {"type": "Sequence", "normalizers": [normaliser, {"type": "NFC"}]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normaliser}))
-    if growth is None:
-        assert load_tokenizer(tmp_path).backend_tokenizer.normalizer is not None
-        return
-    with pytest.raises(UserError, match=f"at most 16 times as long, got up to {growth};"):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_tokenizer_file_that_would_be_waited_for(tmp_path: Path, name: str) -> None:
     train_tokenizer([SOURCE], 259, tmp_path)

@@ -17,10 +17,9 @@ JSON object.
 import argparse
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 from tqdm import tqdm
@@ -140,19 +139,18 @@ def _format_rows(rows: Sequence[Any]) -> list[str]:
 
 def _fold_rows(rows: Iterable[Any]) -> list[Any]:
     """Joins rows that differ only in their layer's number, ordered by the first of each group."""
-    groups: dict[tuple[Any, int], list[int]] = {}
+    groups: dict[Any, list[tuple[int, int]]] = {}
     for row in rows:
         key, key_index = _split(row.key)
         path, path_index = _split(row.path) if key_index >= 0 else (row.path, -1)
-        shift = path_index - key_index if path_index >= 0 <= key_index else 0
-        groups.setdefault((row._replace(key=key, path=path), shift), []).append(key_index)
-    return [
-        row._replace(
-            key=_join(row.key, first, last), path=_join(row.path, first + shift, last + shift)
-        )
-        for (row, shift), numbers in groups.items()
-        for first, last in _runs(sorted(numbers))
-    ]
+        groups.setdefault(row._replace(key=key, path=path), []).append((key_index, path_index))
+    folded = []
+    for row, numbers in groups.items():
+        consecutive = groupby(enumerate(sorted(numbers)), key=lambda one: one[1][0] - one[0])
+        for _, run in consecutive:
+            keys, paths = zip(*(pair for _, pair in run), strict=True)
+            folded.append(row._replace(key=_join(row.key, keys), path=_join(row.path, paths)))
+    return folded
 
 
 def _split(name: str) -> tuple[str, int]:
@@ -163,15 +161,9 @@ def _split(name: str) -> tuple[str, int]:
     return f"{name[: match.start()]}\0{name[match.end() :]}", int(match[0])
 
 
-def _join(name: str, first: int, last: int) -> str:
+def _join(name: str, numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
     return name.replace("\0", str(first) if first == last else f"{{{first}..{last}}}")
-
-
-def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Gives first and last of each run of consecutive numbers."""
-    for _, pairs in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in pairs]
-        yield run[0], run[-1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,16 +184,6 @@ def _folder(text: str) -> dict[str, Any]:
     return {"type": as_path, "metavar": "DIR", "help": text}
 
 
-_TARGET_SOURCE = (
-    "Convert this checkpoint: a folder, a GGUF file, a folder or wheel (.whl, .zip) that holds one "
-    "such file, or an id on the Hugging Face Hub (owner/name)."
-)
-
-
-def _switch(text: str, **more: Any) -> dict[str, Any]:
-    return {"action": "store_true", "help": text, **more}
-
-
 _OPTIONS: dict[str, dict[str, Any]] = {
     "source": {
         "metavar": "SOURCE",
@@ -209,8 +191,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "model folder.",
     },
     "--source": {
-        "metavar": "DIR_OR_HUB_ID",
-        "help": "Convert this checkpoint: a folder, or an id on the Hugging Face Hub (owner/name).",
+        "metavar": "SOURCE",
+        "help": "Convert this checkpoint: a folder, or an id on the Hugging Face Hub (owner/name); "
+        "a target also from a GGUF file, or a folder or wheel (.whl, .zip) that holds one.",
     },
     "--output": _folder("Write to this folder. It is created; if it exists, it must be empty."),
     "--model": _folder("Export this model folder."),
@@ -220,7 +203,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "REV",
         "help": "Take this branch, tag or commit on the Hub. The default is its main branch.",
     },
-    "--verify": _switch("Compare the files and weights of a model folder with their checksums."),
+    "--verify": {
+        "action": "store_true",
+        "help": "Compare the files and weights of a model folder with their checksums.",
+    },
     "--positions-per-specialist": {
         "type": _parse_spans,
         "metavar": "N,N,...",
@@ -259,12 +245,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "Where --format speculators says that the target's PyTorch checkpoint is. The "
         "default is the Hub id that the target was converted from.",
     },
-    "--bin": _switch(
-        "Write pytorch_model.bin instead of model.safetensors. This needs the `torch` extra.",
-        dest="as_bin",
-    ),
+    "--bin": {
+        "action": "store_true",
+        "dest": "as_bin",
+        "help": "Write pytorch_model.bin instead of model.safetensors. This needs the `torch` "
+        "extra.",
+    },
     "--dtype": {
-        "choices": ("keep", "float32", "bfloat16"),
+        "choices": ("keep", "float32", "bfloat16", "float16"),
         "default": "keep",
         "help": "Convert the weights to this type. By default they keep the type they have.",
     },
@@ -284,14 +272,12 @@ class Command(NamedTuple):
       more: what else its own help says.
       required: options that must be given.
       optional: the others.
-      changes: what is different in an option of this command.
     """
 
     help: str
     more: str
     required: str
     optional: str
-    changes: Mapping[str, dict[str, Any]] = MappingProxyType({})
 
 
 _COMMANDS = {
@@ -309,7 +295,6 @@ _COMMANDS = {
         "`torch` extra; a single file or shards), or a GGUF file, whose weights are dequantised.",
         required="--source --output",
         optional="--revision --dtype --quantise",
-        changes={"--source": {"metavar": "SOURCE", "help": _TARGET_SOURCE}},
     ),
     "draft": Command(
         "Convert an EAGLE, EAGLE-2, EAGLE-3, HASS or PosS draft.",
@@ -332,15 +317,8 @@ _COMMANDS = {
         "needs --target. Converting the files again checks them against SHA256SUMS.",
         required="--model --output",
         optional="--format --target --specialist --verifier --bin --dtype",
-        changes={"--dtype": {"choices": ("keep", "float32", "bfloat16", "float16")}},
     ),
 }
-
-
-def _usage(command: Command) -> str:
-    """The arguments that must be given."""
-    parts = ((flag, _OPTIONS[flag]["metavar"]) for flag in command.required.split())
-    return " ".join(f"{flag} {value}".removeprefix("source ") for flag, value in parts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -353,17 +331,17 @@ def _parser() -> argparse.ArgumentParser:
         required=True, metavar="COMMAND", dest="command", prog=parser.prog
     )
     for name, command in _COMMANDS.items():
+        required = {flag: _OPTIONS[flag] for flag in command.required.split()}
+        usage = " ".join(f"{flag} {one['metavar']}" for flag, one in required.items())
         one = parsers.add_parser(
             name,
             help=command.help,
             description=textwrap.fill(f"{command.help} {command.more}", 79),
-            usage=f"%(prog)s {_usage(command)} [options]",
+            usage=f"%(prog)s {usage.removeprefix('source ')} [options]",
         )
-        for flag in f"{command.required} {command.optional}".split():
-            options = _OPTIONS[flag] | command.changes.get(flag, {})
-            if flag.startswith("--"):
-                options |= {"required": flag in command.required.split()}
-            one.add_argument(flag, **options)
+        for flag in [*required, *command.optional.split()]:
+            needs = {"required": flag in required} if flag.startswith("--") else {}
+            one.add_argument(flag, **_OPTIONS[flag], **needs)
         add_json(one)
         add_version(one)
     return parser

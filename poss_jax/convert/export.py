@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
@@ -23,11 +23,9 @@ from poss_jax.config.reading import UserError
 from poss_jax.config.version import __version__
 from poss_jax.convert.layouts import LAYOUTS, Layout, Outgoing, target_config_json
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, Slot, slots_by_key, split_rows
-from poss_jax.convert.reading import Row
+from poss_jax.convert.reading import DType, Row
 from poss_jax.convert.source import HUB_ID
 from poss_jax.model.parameters import flatten_item
-
-DType = Literal["keep", "float32", "bfloat16", "float16"]
 
 MAX_SHARD_BYTES = 5_000_000_000
 

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
@@ -26,16 +25,13 @@ from poss_jax.config.reading import UserError, change_config
 from poss_jax.convert.eagle3 import UNPLACED
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.names import HEAD, source_key
-from poss_jax.convert.reading import Reading, Row, list_counts, place_specialists
+from poss_jax.convert.reading import DType, Reading, Row, list_counts, place_specialists
 from poss_jax.convert.source import LazyTensor, cut_tensors, open_source
 from poss_jax.model.families.eagle3 import default_aux_layers
 from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.model.quantise import is_quantisable, quantise_items
 from poss_jax.shapes import Params
 
-DType = Literal["keep", "float32", "bfloat16"]
-
-_CASTS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 _EMBED = source_key("embed", ("weight",))
 _WORDS = {"embed": "embedding", "head": "head"}
 
@@ -270,7 +266,7 @@ def _convert(
         Row(key, str(slot), slot.shape, tensors[key].dtype if dtype == "keep" else dtype)
         for key, slot in slots.items()
     ]
-    cast = _CASTS.get(dtype)
+    cast = None if dtype == "keep" else np.dtype(dtype)
     kept = None if record.quantised else cast  # what is quantised is rounded once
     items = (
         (item, unflatten_dict({slot.path: _read(tensors[key], key, kept) for key, slot in group}))
@@ -301,7 +297,7 @@ def _read(tensor: LazyTensor, key: str, cast: Any) -> np.ndarray:
     if cast is not None:
         array = array.astype(cast, copy=False)
     if not is_finite(array):
-        kind = "" if cast is None else f" as {np.dtype(cast).name}"
+        kind = "" if cast is None else f" as {cast}"
         raise UserError(
             f"{tensor.file}: {key} holds NaN or infinity{kind}; fetch the file again, or ask its "
             "author"

@@ -15,6 +15,9 @@ from poss_jax.config.reading import UserError, build_config, change_config, shor
 from poss_jax.convert.names import Slot, join_rows
 from poss_jax.convert.source import CACHED, LazyTensor, Source
 
+DType = Literal["keep", "float32", "bfloat16", "float16"]
+"""Type to store the weights in."""
+
 _READABLE = ("float32", "bfloat16", "float16")
 _MAX_LISTED = 50
 

@@ -1,7 +1,7 @@
 """Records of every format -> documents: plain texts, chats, or tokens."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -98,11 +98,21 @@ def read_document(record: dict[str, Any], kind: str | None) -> tuple[Document | 
     Returns:
       The document, and why a part of it was left out ("" if it is whole).
     """
-    if kind == "chat":
-        return _read_chat(record)
-    if kind == "pairs":
-        return _read_pair(record), "earlier turns in 'history'" if record.get("history") else ""
-    return _READERS.get(kind, _read_unknown)(record), ""
+    match kind:
+        case "chat":
+            return _read_chat(record)
+        case "pairs":
+            return _read_pair(record), "earlier turns in 'history'" if record.get("history") else ""
+        case "tokens":
+            return _read_tokens(record), ""
+        case "text" | "rendered":
+            text = record.get("text")
+            if not isinstance(text, str):
+                return Broken("no string 'text'"), ""
+            if not text.strip():
+                return Broken("empty text"), ""
+            return text if kind == "text" else Rendered(text), ""
+    return Broken("no known format", f"keys {', '.join(record)[:80]}"), ""
 
 
 def read_questions(record: dict[str, Any]) -> list[Message] | Broken:
@@ -335,13 +345,6 @@ def _read_question(record: dict[str, Any]) -> Message | Broken:
     return {"role": "user", "content": f"{question}\n\n{context}" if context else question}
 
 
-def _read_text(record: dict[str, Any]) -> str | Broken:
-    text = record.get("text")
-    if not isinstance(text, str):
-        return Broken("no string 'text'")
-    return text if text.strip() else Broken("empty text")
-
-
 def _read_tokens(record: dict[str, Any]) -> Tokens | Broken:
     try:
         ids, trained = (np.asarray(record.get(key)) for key in ("input_ids", "loss_mask"))
@@ -354,19 +357,3 @@ def _read_tokens(record: dict[str, Any]) -> Tokens | Broken:
     if not np.isin(trained, (0, 1)).all():
         return Broken("a loss_mask that is not 0 or 1")
     return Tokens(ids.astype(np.int64), trained.astype(bool))
-
-
-def _read_rendered(record: dict[str, Any]) -> Rendered | Broken:
-    text = _read_text(record)
-    return text if isinstance(text, Broken) else Rendered(text)
-
-
-def _read_unknown(record: dict[str, Any]) -> Broken:
-    return Broken("no known format", f"keys {', '.join(record)[:80]}")
-
-
-_READERS: dict[str | None, Callable[[dict[str, Any]], Document | Broken]] = {
-    "tokens": _read_tokens,
-    "text": _read_text,
-    "rendered": _read_rendered,
-}

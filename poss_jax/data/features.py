@@ -252,9 +252,11 @@ class FeatureCache:
         path = self._path(shard)
         shape = len(self.rows_of(shard)), *self.shape[1:]
         try:
-            array = _open_shard(path, shape)
+            array, sums = _open_shard(path, shape)
             rows = np.ascontiguousarray(array[places])
-            _check_rows(rows, places, _read_sums(path, array))
+            for place, row in zip(places, rows, strict=True):
+                if zlib.crc32(row) != sums[place]:
+                    raise ValueError(f"row {place} is not what was written")
         except Exception as error:  # NumPy raises many kinds on a damaged header
             raise UserError(
                 f"{path}: want a shard of features {shape}, got a damaged file "
@@ -322,31 +324,18 @@ def open_cache(
     return FeatureCache(folder, made_from, shape, rows_per_shard)
 
 
-def _open_shard(path: Path, wanted: tuple[int, ...]) -> np.memmap:
+def _open_shard(path: Path, wanted: tuple[int, ...]) -> tuple[np.memmap, np.ndarray]:
+    """Maps a shard's features; reads the checksums of its rows."""
     with path.open("rb") as file:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         if (shape, dtype) != (wanted, _BITS):
             raise ValueError(f"{dtype} {shape}")
-        return np.memmap(file, dtype, "r", file.tell(), shape)
-
-
-def _read_sums(path: Path, array: np.memmap) -> np.ndarray | None:
-    """The checksums of a shard's rows; None for old shards without them."""
-    end = array.offset + array.nbytes
-    if path.stat().st_size == end:
-        return None
-    sums = np.fromfile(path, _CRC, offset=end)
-    if path.stat().st_size != end + len(array) * _CRC.itemsize:
-        raise ValueError(f"{path.stat().st_size} bytes")
-    return sums
-
-
-def _check_rows(rows: np.ndarray, places: np.ndarray, sums: np.ndarray | None) -> None:
-    if sums is not None:
-        for place, row in zip(places, rows, strict=True):
-            if zlib.crc32(row) != sums[place]:
-                raise ValueError(f"row {place} is not what was written")
+        array = np.memmap(file, dtype, "r", file.tell(), shape)
+    sums = np.fromfile(path, _CRC, offset=array.offset + array.nbytes)
+    if len(sums) != len(array):
+        raise ValueError(f"{len(sums)} checksums of {len(array)} rows")
+    return array, sums
 
 
 def _short(value: Any) -> str:

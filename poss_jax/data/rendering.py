@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -110,6 +111,12 @@ def render_steps(
     settings = dict(variables) | own
     about = json.dumps({"template": settings, "limits": limits, "steps": steps})
     return _WORKER.render(f'{about[:-1]}, "chat": {chat}}}\n'.encode(), len(steps))
+
+
+def join_parts(parts: Sequence[Part]) -> list[str]:
+    """Whole texts of parts, the first of which shares nothing."""
+    texts = accumulate(parts, lambda text, part: text[: part.shared] + part.text, initial="")
+    return [*texts][1:]
 
 
 def start_renderer() -> None:

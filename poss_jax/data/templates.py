@@ -27,7 +27,14 @@ from poss_jax.data.conversations import (
     plain_text,
 )
 from poss_jax.data.records import Broken
-from poss_jax.data.rendering import Part, RenderEnded, RenderError, Step, render_steps
+from poss_jax.data.rendering import (
+    Part,
+    RenderEnded,
+    RenderError,
+    Step,
+    join_parts,
+    render_steps,
+)
 from poss_jax.data.tokenizer import match_any, special_ids
 from poss_jax.data.turns import ANSWER, QUESTION, learn_turns
 
@@ -132,7 +139,7 @@ class ChatTemplate:
         except RenderError as error:
             return _explain(error)
         trained = [is_trained(one) for one in chat.messages if one["role"] == "assistant"]
-        return self._join(parts[::2], parts[1::2], trained)
+        return self._join(parts, trained)
 
     def write_answers(self, chat: Chat) -> list[Part]:
         """Renders, for every answer, the chat up to its prompt and up to its end.
@@ -179,11 +186,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], steps: Sequence[Step], tools: list[Any] | None = None
     ) -> list[str]:
         """Renders texts of a small chat whole; raises RenderError."""
-        parts = render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
-        texts = [""]
-        for part in parts:
-            texts.append(texts[-1][: part.shared] + part.text)
-        return texts[1:]
+        return join_parts(
+            render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
+        )
 
     def _settle_content(self, message: Message) -> Message:
         """Joins text parts if the template takes plain text only."""
@@ -205,15 +210,13 @@ class ChatTemplate:
                     found.add(one["role"])
         return frozenset(found | ({"system", "tool"} if "user" in found else set()))
 
-    def _join(
-        self, asked: Sequence[Part], answered: Sequence[Part], trained: Sequence[bool]
-    ) -> list[RenderedChat] | Broken:
+    def _join(self, parts: Sequence[Part], trained: Sequence[bool]) -> list[RenderedChat] | Broken:
         """Joins parts to one text, or to one per answer if a prompt changes the earlier turns.
 
         A template may drop what it writes after an answer's end once another turn follows.
         """
         is_one, end, spans = True, 0, []
-        for before, answer in zip(asked, answered, strict=True):
+        for before, answer in zip(parts[::2], parts[1::2], strict=True):
             is_one &= before.shared >= end
             begin = before.shared + len(before.text)
             if answer.shared < begin:
@@ -222,10 +225,9 @@ class ChatTemplate:
                 )
             end = begin + self._length_trained(answer.text)
             spans.append((begin, end))
-        texts = _join_pairs(asked, answered)
+        texts = join_parts(parts)[1::2]
         if is_one:
-            *_, text = texts
-            return [RenderedChat(text, list(compress(spans, trained)))]
+            return [RenderedChat(texts[-1], list(compress(spans, trained)))]
         chats = (RenderedChat(text, [span]) for text, span in zip(texts, spans, strict=True))
         return list(compress(chats, trained))
 
@@ -235,14 +237,6 @@ class ChatTemplate:
             return stop.end()
         stripped = answer.rstrip()
         return len(stripped) if self._special_end.search(stripped) else len(answer)
-
-
-def _join_pairs(asked: Sequence[Part], answered: Sequence[Part]) -> Iterator[str]:
-    """Yields the text up to each answer."""
-    text = ""
-    for before, answer in zip(asked, answered, strict=True):
-        text = text[: before.shared] + before.text + answer.text
-        yield text
 
 
 def _explain(error: RenderError) -> Broken:

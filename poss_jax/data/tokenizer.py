@@ -1,8 +1,5 @@
 """The embedded tokenizer, and helpers for any tokenizer."""
 
-import base64
-import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +14,6 @@ from poss_jax.config.reading import UserError, one_line
 if TYPE_CHECKING:
     import transformers
 
-_MOST_GROWTH = 16.0  # of a text, by a normaliser: it comes with a model and is untrusted
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of a tokenizer's files
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -97,54 +93,12 @@ def _load_local(folder: Path, origin: AnyPath) -> "transformers.PreTrainedTokeni
     has_json = (folder / "tokenizer.json").exists()  # else AutoTokenizer converts (imports torch)
     kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
     with errors_of_tokenizer(f"{origin}: want a tokenizer, got", "copy its files there"):
-        tokenizer = getattr(_transformers(), kind).from_pretrained(
+        return getattr(_transformers(), kind).from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,
             clean_up_tokenization_spaces=False,  # older versions take spaces out of decoded text
         )
-    _check_growth(tokenizer, origin)
-    return tokenizer
-
-
-def _check_growth(tokenizer: Any, origin: object) -> None:
-    """Raises UserError if a tokenizer's normaliser may grow a text too much.
-
-    Args:
-      tokenizer: a tokenizer of `transformers`; slow ones have none.
-      origin: its path, for the message.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.normalizer is None:
-        return
-    growth = _growth(json.loads(backend.normalizer.__getstate__()))
-    if growth > _MOST_GROWTH:
-        raise UserError(
-            f"{origin}: tokenizer.json: want a normalizer that makes a text at most "
-            f"{_MOST_GROWTH:g} times as long, got up to {growth:,.0f}; fetch the file again"
-        )
-
-
-def _growth(about: dict[str, Any]) -> float:
-    """Most characters that one may become; Unicode's own forms give few."""
-    match about:
-        case {"type": "Sequence", "normalizers": parts}:
-            return math.prod(map(_growth, parts))
-        case {"type": "Replace", "pattern": {"String": old}, "content": new} if old:
-            return max(1.0, len(new) / len(old))
-        case {"type": "Replace", "content": new}:  # a pattern may match between any two characters
-            return 1.0 + len(new)
-        case {"type": "Prepend", "prepend": before}:
-            return 1.0 + len(before)
-        case {"type": "Precompiled", "precompiled_charsmap": table}:
-            return _longest_entry(base64.b64decode(table))
-    return 1.0
-
-
-def _longest_entry(table: bytes) -> float:
-    """Longest text in a SentencePiece table: trie size, trie, texts separated by zeros."""
-    texts = table[4 + int.from_bytes(table[:4], "little") :]
-    return float(max(1, *map(len, texts.split(b"\0"))))
 
 
 def call_tokenizer(tokenizer: Any, texts: Any, **settings: Any) -> Any:

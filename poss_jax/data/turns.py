@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from poss_jax.data.conversations import Message
@@ -102,7 +101,7 @@ def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) ->
     for one in filter(None, (seen, call)):
         same, different = _end_marks(one, special, match_any(stops))
         marks, others = marks | same, others | different
-    textual = _shared_start(seen.behind, seen.followed or seen.behind)
+    textual = _common_start(seen.behind, seen.followed or seen.behind)
     ends = marks | others
     has_end = bool(match_any(ends).search(seen.answer))
     if not has_end and textual.strip():
@@ -180,8 +179,7 @@ def _end_marks(
 
 def _common_pieces(one: str, other: str, special: re.Pattern[str]) -> list[str]:
     """Common prefix of two texts, split into special tokens (every second) and other text."""
-    pieces = [re.split(f"({special.pattern})", text) for text in (one, other)]
-    return [piece for piece, _ in takewhile(_are_equal, zip(*pieces, strict=False))]
+    return _common_start(*(re.split(f"({special.pattern})", text) for text in (one, other)))
 
 
 def _header(
@@ -218,9 +216,7 @@ def _openings(seen: _Sight, special: re.Pattern[str], end: re.Pattern[str] | Non
     }
 
 
-def _shared_start(one: str, other: str) -> str:
-    return "".join(letter for letter, _ in takewhile(_are_equal, zip(one, other, strict=False)))
-
-
-def _are_equal(pair: tuple[str, str]) -> bool:
-    return pair[0] == pair[1]
+def _common_start(one: Any, other: Any) -> Any:
+    """The start that two texts or two lists share."""
+    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return one[: next(differ, min(len(one), len(other)))]
