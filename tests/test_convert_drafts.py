@@ -225,7 +225,10 @@ def test_a_draft_vocabulary_is_kept(tmp_path, tiny, capsys):
     assert read_record(tmp_path / "out").draft_vocabulary == (1, 4, 7)
 
 
-@pytest.mark.parametrize("folder", ["PosS3-Llama2-13B-Chat", "models--HINT-lab--{}/snapshots/0a1b"])
+CACHED = "models--HINT-lab--{}/snapshots/" + 10 * "0a1b"
+
+
+@pytest.mark.parametrize("folder", ["PosS3-Llama2-13B-Chat", CACHED])
 def test_published_drafts_are_known_by_their_folder(tmp_path, tiny, capsys, folder):
     name = "PosS3-Llama2-13B-Chat"
     config, assumed = convert(

@@ -136,7 +136,7 @@ def test_damaged_index(tmp_path, damage):
     messages = {
         "absent": "which is missing",
         "unlisted": r"disagree about lm_head\.weight",
-        "twice": "too; fetch",
+        "twice": f"disagree about .* in {shards[1]}",
         "outside": "which is missing",
         "empty": "want a weight_map",
     }

@@ -7,7 +7,7 @@ from convert_sources import TINY, target_tensors, write_source
 
 from poss_jax.config.models import RopeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.convert.formats import recognise
+from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.hf import parse_llama_config
 from poss_jax.convert.source import open_source
 
@@ -305,5 +305,5 @@ def test_active_sliding_windows_are_refused(values, is_active):
 def test_other_kinds_of_models_are_refused_by_name(tmp_path, values, message):
     source = write_source(tmp_path / "source", target_tensors(), **values)
     with pytest.raises(UserError, match=message) as caught:
-        recognise(open_source(str(source)), "target")
+        read_checkpoint(open_source(str(source)), "target")
     assert len(str(caught.value)) < 600

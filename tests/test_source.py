@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from convert_sources import run, target_tensors, write_shards, write_source
 
-from poss_jax.checkpoint import torch_io
+from poss_jax.checkpoint import sums, torch_io
 from poss_jax.checkpoint.folder import copy_tokenizer
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.sums import write_sums
 from poss_jax.config import json_reading
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.reading import UserError
-from poss_jax.convert import plan
 from poss_jax.convert.plan import is_finite
 from poss_jax.convert.source import open_tensors
 
@@ -279,7 +278,7 @@ def test_numbers_that_are_none_are_refused(tmp_path, dtype, value):
 
 
 def test_every_chunk_is_looked_at(monkeypatch):
-    monkeypatch.setattr(plan, "_CHUNK", 4)
+    monkeypatch.setattr(sums, "_CHUNK", 4)
     for index in range(10):
         values = np.zeros(10, np.float32)
         assert is_finite(values)

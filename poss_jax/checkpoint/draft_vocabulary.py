@@ -49,7 +49,9 @@ def write_draft_vocabulary(path: Path, vocabulary: DraftVocabulary) -> None:
     Raises:
       UserError: it cannot be written.
     """
-    write_output(path, _format(vocabulary))
+    fields = config_to_dict(vocabulary).items()
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields]  # of many ids
+    write_output(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
@@ -72,9 +74,3 @@ def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
             f"one made for {found.vocab_size}; count again with this target"
         )
     return np.asarray(found.tokens, np.int32)
-
-
-def _format(vocabulary: DraftVocabulary) -> str:
-    """Formats the file with a line per key, since `tokens` may hold a hundred thousand ids."""
-    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in config_to_dict(vocabulary).items()]
-    return "{\n  " + ",\n  ".join(lines) + "\n}\n"

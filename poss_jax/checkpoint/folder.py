@@ -92,7 +92,7 @@ def read_target(folder: str | AnyPath) -> ModelRecord:
     Raises:
       UserError: what `read_record` refuses, or a draft.
     """
-    return _read_family(folder, "target")
+    return read_family(folder, "target")
 
 
 def read_draft(
@@ -108,7 +108,7 @@ def read_draft(
     Raises:
       UserError: what `read_record` refuses, a target, or a draft that does not fit this target.
     """
-    record = _read_family(folder, "draft")
+    record = read_family(folder, "draft")
     assert isinstance(record.config, DraftConfig)
     check_fit(f"draft {folder}", record.config, target)
     if max(record.config.aux_layers, default=0) >= (num_layers := target.llama.num_layers):
@@ -151,32 +151,17 @@ def load_target(
         that is unknown or of a target that is quantised already.
     """
     record = read_target(folder)
-    if quantise is not None:
-        check_quantisation(folder, record, quantise)
+    if quantise is not None and quantise not in KINDS:
+        raise UserError(f"quantise: want {' or '.join(KINDS)}, got {quantise!r}")
+    if quantise is not None and record.quantised is not None:
+        raise UserError(
+            f"target {folder} is quantised to {record.quantised} already; leave out quantise, or "
+            "give the target it was made from"
+        )
     names = [name for name in record.items if with_layers or "layers/" not in name]
     params = _load_params(folder, record, dtype, sharding, names, quantise)
     params.setdefault("head", {"weight": params["embed"]["weight"]})
     return replace(record, quantised=record.quantised or quantise), params
-
-
-def check_quantisation(origin: str | AnyPath, record: ModelRecord, kind: str) -> None:
-    """Refuses an unknown quantisation, or quantising a quantised target.
-
-    Args:
-      origin: the target, for the message.
-      record: its record.
-      kind: the quantisation.
-
-    Raises:
-      UserError: see above.
-    """
-    if kind not in KINDS:
-        raise UserError(f"quantise: want {' or '.join(KINDS)}, got {kind!r}")
-    if record.quantised is not None:
-        raise UserError(
-            f"target {origin} is quantised to {record.quantised} already; leave out quantise, or "
-            "give the target it was made from"
-        )
 
 
 def load_draft(
@@ -239,7 +224,8 @@ def verify_model(folder: str | AnyPath) -> ModelRecord:
     return record
 
 
-def _read_family(folder: str | AnyPath, family: str) -> ModelRecord:
+def read_family(folder: str | AnyPath, family: str) -> ModelRecord:
+    """Reads the record of a target's or a draft's folder; refuses the other family."""
     record = read_record(folder)
     if record.family != family:
         raise UserError(f"{folder}: want a {family}, got a {record.family}; give the other folder")

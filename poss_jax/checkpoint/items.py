@@ -21,7 +21,7 @@ from flax.traverse_util import unflatten_dict
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.sums import hash_item
 from poss_jax.config.paths import AnyPath, is_uri, real_path
-from poss_jax.config.reading import UserError, is_out_of_memory
+from poss_jax.config.reading import UserError, is_out_of_memory, one_line
 from poss_jax.model.parameters import flatten_item
 from poss_jax.model.quantise import unpack, weight_path
 from poss_jax.shapes import Params
@@ -76,12 +76,9 @@ def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
 
 def failed_write(error: Exception) -> OSError:
     """Finds the system error behind an Orbax error; a full disk gives a ValueError there."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return OSError(error.errno, error.strerror)
     code = _system_code(error)
-    if code is not None:
-        return OSError(code, os.strerror(code))
-    return OSError(errno.EIO, " ".join(str(error).split())[:200])
+    reason = one_line(error) if code is None else os.strerror(code)
+    return OSError(code or errno.EIO, reason)
 
 
 def _system_code(error: Exception) -> int | None:
@@ -157,7 +154,7 @@ def _place(
     try:
         sharding.shard_shape(array.shape)
     except ValueError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise UserError(f"{path} {list(array.shape)} cannot be sharded: {reason}") from error
     is_quantised = weight_path(path) != path
     kept = array.dtype if is_quantised or dtype is None else dtype
@@ -207,7 +204,7 @@ def _explained(path: AnyPath) -> Iterator[None]:
         code = _system_code(error)
         if code in _NOT_DAMAGE:
             raise OSError(code, os.strerror(code), str(path)) from error
-        reason = " ".join(str(error).partition(". See full")[0].split())[:200]
+        reason = one_line(str(error).partition(". See full")[0])
         if is_uri(path):
             raise UserError(
                 f"{path} cannot be read ({reason}); check network and credentials, or copy it again"

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ SUMS_FILE = "SHA256SUMS"
 
 _SUMS_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
-# Values rounded at a time, so that hashing does not copy a large embedding.
 _CHUNK = 1 << 22
 
 
@@ -34,12 +33,17 @@ def hash_values(array: Any) -> str:
     """
     array = np.ascontiguousarray(array)
     digest = hashlib.sha256(f"bfloat16 {array.shape}".encode())
-    values = array.reshape(-1)
-    for start in range(0, values.size, _CHUNK):
+    for values in cut_values(array):
         with np.errstate(over="ignore"):
-            rounded = values[start : start + _CHUNK].astype(ml_dtypes.bfloat16)
+            rounded = values.astype(ml_dtypes.bfloat16)
         digest.update(rounded.view(np.uint8).data)
     return digest.hexdigest()
+
+
+def cut_values(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Cuts an array's values into pieces, so that what is made of them is not as long."""
+    values = array.reshape(-1)
+    return (values[start : start + _CHUNK] for start in range(0, values.size, _CHUNK))
 
 
 def hash_item(item: Params) -> str:

@@ -83,6 +83,8 @@ class Format:
 def read_checkpoint(source: Source, family: Family | None = None) -> Reading:
     """Recognises a checkpoint and checks its config and the names of its weights.
 
+    Signs in the config come first, since they are cheap.
+
     Args:
       source: where its files are.
       family: family it must be of; None accepts both.
@@ -91,23 +93,13 @@ def read_checkpoint(source: Source, family: Family | None = None) -> Reading:
       UserError: a format that cannot be converted, a checkpoint of the other family, or anything
         in it that is unknown or does not fit its config.
     """
-    read = recognise(source, family).read
-    assert read is not None  # a format without a reader was refused
-    return read(source)
-
-
-def recognise(source: Source, family: Family | None = None) -> Format:
-    """Finds the format of a checkpoint; signs in the config come first, since they are cheap.
-
-    Raises:
-      UserError: as `read_checkpoint`; names the format and the sign.
-    """
     form, shown = find_format(source)
     if form is None:  # the keys that are missing will be listed
-        return next(form for form in FORMATS if form.family == (family or "target"))
-    if form.read is None or family not in (None, form.family):
+        form = next(form for form in FORMATS if form.family == (family or "target"))
+    elif form.read is None or family not in (None, form.family):
         raise UserError(f"{source.folder}: holds {form.name} ({cut(shown)}); {form.why_not}")
-    return form
+    assert form.read is not None
+    return form.read(source)
 
 
 def find_format(source: Source) -> tuple[Format | None, str]:

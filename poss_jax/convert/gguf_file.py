@@ -9,7 +9,6 @@ import shutil
 import struct
 import tempfile
 import zipfile
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,11 +86,6 @@ class GgufFile:
     def of_model(self, key: str, default: Any = None) -> Any:
         """Gives the value of a key that starts with the architecture."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
-
-    def count_types(self) -> str:
-        """Lists how many tensors there are of each type."""
-        counts = Counter(tensor.type.name for tensor in self.tensors.values())
-        return ", ".join(f"{name} ({count} tensors)" for name, count in counts.most_common())
 
 
 def find_gguf(source: Path) -> Path | None:

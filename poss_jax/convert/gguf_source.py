@@ -100,11 +100,6 @@ class GgufSource(Source):
         """Name of the config's file, for messages."""
         return f"{self.folder}: metadata"
 
-    @property
-    def facts(self) -> dict[str, str]:
-        """Quantisation of the weights, which are dequantised when they are read."""
-        return {"stored as": self.gguf.count_types()}
-
     @cached_property
     def values(self) -> dict[str, Any]:
         """The metadata, as config.json says it."""

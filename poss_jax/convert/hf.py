@@ -11,7 +11,6 @@ from typing import Any
 
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.models import LlamaConfig
-from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
 from poss_jax.convert.rope import read_rope
@@ -186,16 +185,16 @@ def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
     if values.get("head_dim") is not None:
         return values["head_dim"]
     hidden_size, num_heads = values["hidden_size"], values["num_attention_heads"]
-    if not (isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0):
+    try:
+        head_dim, rest = divmod(hidden_size, num_heads)
+    except (TypeError, ZeroDivisionError):
+        return None  # refused with the other numbers
+    if rest:
         raise UserError(
-            f"{origin}: want counts, got {shorten(hidden_size)} over {shorten(num_heads)} heads"
+            f"{origin}: hidden_size {shorten(hidden_size)} is not a multiple of "
+            f"{shorten(num_heads)} heads; add head_dim"
         )
-    if hidden_size % num_heads and max(hidden_size, num_heads) <= INT32_MAX:  # else it says that
-        raise UserError(
-            f"{origin}: hidden_size {hidden_size} is not a multiple of {num_heads} heads; add "
-            "head_dim"
-        )
-    return hidden_size // num_heads
+    return head_dim
 
 
 def _stop_ids(values: Mapping[str, Any]) -> tuple[Any, ...]:

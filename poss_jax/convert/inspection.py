@@ -1,6 +1,7 @@
 """Inspection: what a folder or Hub id holds, and what converting it would do."""
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.convert.formats import find_format, read_checkpoint
+from poss_jax.convert.gguf_source import GgufSource
 from poss_jax.convert.reading import (
     PUBLISHED,
     Reading,
@@ -52,13 +54,18 @@ class Inspection:
     refused: str | None = None
 
     @property
+    def num_parameters(self) -> int:
+        """Number of weights."""
+        return sum(int(np.prod(row.shape)) for row in self.rows)
+
+    @property
     def summary(self) -> dict[str, Any]:
         """The findings for programs, without the facts."""
         return {
             "source": self.source,
             "family": self.family,
             "method": self.method,
-            "parameters": sum(_size(row) for row in self.rows),
+            "parameters": self.num_parameters,
             "dtypes": sorted({row.dtype for row in self.rows}),
             "assumed": list(self.assumed),
             "needs": self.needs,
@@ -97,7 +104,8 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
         found.refused = str(error)
         _list_unknown(found, opened)
     _count_weights(found)
-    found.facts += opened.facts.items()
+    if isinstance(opened, GgufSource):
+        found.add("stored as", _count_types(one.type.name for one in opened.gguf.tensors.values()))
     found.add("tokenizer files", ", ".join(_list_tokenizer_files(found, opened)) or "none")
     if opened.revision is not None:
         found.add("commit", opened.revision)
@@ -174,13 +182,13 @@ def _list_unknown(found: Inspection, source: Source) -> None:
 
 
 def _count_weights(found: Inspection) -> None:
-    counts = Counter(row.dtype for row in found.rows)
-    found.add("parameters", f"{sum(_size(row) for row in found.rows):,}")
-    found.add("types", ", ".join(f"{name} ({count} tensors)" for name, count in counts.items()))
+    found.add("parameters", f"{found.num_parameters:,}")
+    found.add("types", _count_types(row.dtype for row in found.rows))
 
 
-def _size(row: Row) -> int:
-    return int(np.prod(row.shape))
+def _count_types(types: Iterable[str]) -> str:
+    counts = Counter(types).most_common()
+    return ", ".join(f"{name} ({count} tensors)" for name, count in counts)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -318,6 +318,8 @@ def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
     window, mask = draft.config.trained_window, draft.config.mask_token
     wrong = wrong if window is None else [*wrong, f"a sliding window of {window} rows"]
     _refuse(draft, wrong if mask is None else [*wrong, f"mask token {mask}"])
+    own = {"target_hidden_size": draft.config.target_size, "embed_requires_grad": True}
+    own = {key: value for key, value in own.items() if value is not None}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -326,16 +328,9 @@ def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "pad_token_id": 0,
         "draft_vocab_size": _head_size(draft.config),
-        **_own_embedding(draft.config),
+        **(own if draft.config.has_embedding else {}),
         **draft.metadata(),
     }
-
-
-def _own_embedding(config: DraftConfig) -> dict[str, Any]:
-    if not config.has_embedding:
-        return {}
-    size = {} if config.target_size is None else {"target_hidden_size": config.target_size}
-    return size | {"embed_requires_grad": True}
 
 
 def _head_size(config: DraftConfig) -> int:

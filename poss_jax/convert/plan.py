@@ -9,6 +9,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
+from poss_jax.checkpoint.folder import read_family
 from poss_jax.checkpoint.items import describe_item, load_item
 from poss_jax.checkpoint.record import (
     ModelRecord,
@@ -18,8 +19,8 @@ from poss_jax.checkpoint.record import (
     target_identity,
     with_vocabulary,
 )
-from poss_jax.checkpoint.sums import hash_values
-from poss_jax.config.models import DraftConfig, Quantisation
+from poss_jax.checkpoint.sums import cut_values, hash_values
+from poss_jax.config.models import Quantisation
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, change_config
 from poss_jax.convert.eagle3 import UNPLACED
@@ -34,9 +35,6 @@ from poss_jax.shapes import Params
 
 _EMBED = source_key("embed", ("weight",))
 _WORDS = {"embed": "embedding", "head": "head"}
-
-# Values looked at a time, so that no mask as long as an embedding is made.
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -172,9 +170,7 @@ def plan_specialists(
       UserError: not a draft, or fewer specialists than it already has.
     """
     draft = as_path(draft)
-    record = read_record(draft)
-    if not isinstance(record.config, DraftConfig):
-        raise UserError(f"{draft}: want a draft, got a target; give the folder of a draft")
+    record = read_family(draft, "draft")
     have, want = record.draft.num_specialists, len(positions_per_specialist)
     if want < have:
         raise UserError(
@@ -307,9 +303,7 @@ def _read(tensor: LazyTensor, key: str, cast: Any) -> np.ndarray:
 
 def is_finite(array: np.ndarray) -> bool:
     """Tells whether an array holds neither NaN nor infinity."""
-    values = array.reshape(-1)
-    starts = range(0, values.size, _CHUNK)
-    return all(np.isfinite(values[start : start + _CHUNK]).all() for start in starts)
+    return all(np.isfinite(values).all() for values in cut_values(array))
 
 
 def same_up_to_rounding(a: np.ndarray, b: np.ndarray) -> bool:
@@ -318,8 +312,6 @@ def same_up_to_rounding(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _rounds_to(wide: np.ndarray, narrow: np.ndarray) -> bool:
-    wide, narrow = wide.reshape(-1), narrow.reshape(-1)
-    starts = range(0, wide.size, _CHUNK)
-    parts = ((wide[i : i + _CHUNK], narrow[i : i + _CHUNK]) for i in starts)
+    parts = zip(cut_values(wide), cut_values(narrow), strict=True)
     with np.errstate(over="ignore"):
         return all(np.array_equal(a.astype(b.dtype), b, equal_nan=True) for a, b in parts)

@@ -13,7 +13,7 @@ from poss_jax.config.models import DraftConfig, LlamaConfig, Spans
 from poss_jax.config.numbers import CountOrZero, Depth
 from poss_jax.config.reading import UserError, build_config, change_config, shorten
 from poss_jax.convert.names import Slot, join_rows
-from poss_jax.convert.source import CACHED, LazyTensor, Source
+from poss_jax.convert.source import LazyTensor, Source
 
 DType = Literal["keep", "float32", "bfloat16", "float16"]
 """Type to store the weights in."""
@@ -269,21 +269,16 @@ PUBLISHED = {
 
 
 def find_published(source: Source) -> tuple[str, str] | None:
-    """Finds a published draft by its Hub id, its folder in the Hub's cache, or its folder's name.
+    """Finds a published draft by its Hub id or its folder's name.
 
     Returns:
       Hub id (a key of `PUBLISHED`), and what gave it away; None for anything else.
     """
-    if source.revision and source.name in PUBLISHED:
-        return source.name, "its id on the Hub"
-    for part in source.folder.absolute().parts:
-        match = CACHED.fullmatch(part)
-        if match and f"{match[1]}/{match[2]}" in PUBLISHED:
-            return f"{match[1]}/{match[2]}", "its folder in the Hub's cache"
-    for hub_id in PUBLISHED:
-        if Path(hub_id).name == source.name and not source.revision:
-            return hub_id, f"its folder's name {source.name}"
-    return None
+    name, revision = source.identity
+    if revision is not None:
+        return (name, "its id on the Hub") if name in PUBLISHED else None
+    hub_id = next((hub_id for hub_id in PUBLISHED if Path(hub_id).name == name), None)
+    return None if hub_id is None else (hub_id, f"its folder's name {name}")
 
 
 def place_specialists(

@@ -32,7 +32,7 @@ _BIN_PATTERN = "pytorch_model*.bin"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 # Name that huggingface_hub gives the folder of a repository in its cache.
-CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
@@ -88,7 +88,7 @@ class Source:
     def identity(self) -> tuple[str, str | None]:
         """Name and revision to record: for a folder of the Hub's cache, the Hub's."""
         *_, model, snapshots, commit = ("", "", *self.folder.resolve().parts)
-        match = CACHED.fullmatch(model)
+        match = _CACHED.fullmatch(model)
         if match and snapshots == "snapshots" and _GIT_SHA1.fullmatch(commit):
             return f"{match[1]}/{match[2]}", commit
         return self.name, self.revision
@@ -97,11 +97,6 @@ class Source:
     def config_name(self) -> str:
         """Name of the config's file, for messages."""
         return f"{self.folder}/config.json"
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """Facts about the model that the form of its files shows, by name."""
-        return {}
 
     @cached_property
     def tokenizer_folder(self) -> Path:
@@ -156,10 +151,8 @@ class Source:
         Raises:
           UserError: a tokenizer.model without the tokenizer.json that is read here.
         """
-        has_json, has_model = (
-            (self.tokenizer_folder / f"tokenizer.{end}").is_file() for end in ("json", "model")
-        )
-        if has_model and not has_json:
+        json_file, model = (self.tokenizer_folder / f"tokenizer.{end}" for end in ("json", "model"))
+        if model.is_file() and not json_file.is_file():
             raise UserError(
                 f"{self.folder}: want tokenizer.json, got tokenizer.model alone; copy it from the "
                 "model this one was trained from, if the vocabulary is the same, or write one with "
@@ -209,7 +202,16 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
 def _open_local(path: Path, revision: str | None, *, weights: bool) -> Source:
     from poss_jax.convert.gguf_source import open_gguf_source  # it builds on this module
 
-    _refuse_folder(path, revision)
+    if revision is not None:
+        raise UserError(
+            f"source {path} is on this machine and has no revision {revision}; leave it out, or "
+            "give a Hub id that does not name a folder here"
+        )
+    if (path / "model.json").is_file():
+        raise UserError(
+            f"source {path} is a model folder of poss_jax already; use it as it is, or give a "
+            "PyTorch checkpoint"
+        )
     if path.is_file() or _find_weights(path) is None:
         gguf = open_gguf_source(path)
         if gguf is not None:
@@ -218,19 +220,6 @@ def _open_local(path: Path, revision: str | None, *, weights: bool) -> Source:
         raise UserError(f"source {path} is a file; give the folder it is in, with config.json")
     _verify(path, _SMALL_FILES)
     return Source(path.resolve().name, None, path, weights)
-
-
-def _refuse_folder(folder: Path, revision: str | None) -> None:
-    if revision is not None:
-        raise UserError(
-            f"source {folder} is on this machine and has no revision {revision}; leave it out, or "
-            "give a Hub id that does not name a folder here"
-        )
-    if (folder / "model.json").is_file():
-        raise UserError(
-            f"source {folder} is a model folder of poss_jax already; use it as it is, or give a "
-            "PyTorch checkpoint"
-        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -258,10 +247,14 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
     for name in files:
         check_own_file(folder / name)
     compared = _verify(folder, dict.fromkeys([weights.name, *files])) if verify else set(files)
-    tensors = _read_files(folder, {name: name not in compared for name in files})
-    if shards:
-        _check_index(weights, shards, tensors)
-    return tensors
+    tensors = [
+        one for name in files for one in _read_file(folder / name, check=name not in compared)
+    ]
+    wrong = sorted({(key, one.file.name) for key, one in tensors} ^ set(shards.items()))
+    if shards and wrong:
+        listed = ", ".join(f"{key} in {file}" for key, file in wrong[:20])
+        raise UserError(f"{weights} and its shards disagree about {listed}; fetch the files again")
+    return dict(tensors)
 
 
 def cut_tensors(tensors: Mapping[str, LazyTensor], keys: Iterable[str]) -> dict[str, LazyTensor]:
@@ -273,20 +266,9 @@ def cut_tensors(tensors: Mapping[str, LazyTensor], keys: Iterable[str]) -> dict[
             whole = tensors[name]
             cut.pop(name, None)
             shape = (rows.stop - rows.start, *whole.shape[1:])
-            cut[key] = replace(whole, shape=shape, read=partial(_read_rows, whole, rows))
+            read = partial(lambda whole, rows: whole.read()[rows], whole, rows)
+            cut[key] = replace(whole, shape=shape, read=read)
     return cut
-
-
-def _read_rows(tensor: LazyTensor, rows: slice) -> np.ndarray:
-    return tensor.read()[rows]
-
-
-def _check_index(index: Path, shards: Mapping[str, str], tensors: Mapping[str, LazyTensor]) -> None:
-    found = {key: tensor.file.name for key, tensor in tensors.items()}
-    wrong = sorted(k for k in found.keys() | shards.keys() if found.get(k) != shards.get(k))
-    if wrong:
-        listed = ", ".join(f"{k} ({shards.get(k)}, got {found.get(k)})" for k in wrong[:20])
-        raise UserError(f"{index} and its shards disagree about {listed}; fetch the files again")
 
 
 def _verify(folder: Path, names: Iterable[str]) -> set[str]:
@@ -320,20 +302,6 @@ def _read_index(index: Path) -> dict[str, str]:
                 f"{index} names the shard {str(name)[:80]!r} of {key}, which is missing; fetch it"
             )
     return weight_map
-
-
-def _read_files(folder: Path, files: Mapping[str, bool]) -> dict[str, LazyTensor]:
-    """Reads files, by name; true for those whose own checksums are to be compared."""
-    tensors: dict[str, LazyTensor] = {}
-    for name, check in files.items():
-        path = folder / name
-        for key, tensor in _read_file(path, check=check):
-            if key in tensors:
-                raise UserError(
-                    f"{path}: {key} is in {tensors[key].file.name} too; fetch the files again"
-                )
-            tensors[key] = tensor
-    return tensors
 
 
 def _read_file(path: Path, *, check: bool) -> Iterator[tuple[str, LazyTensor]]:
