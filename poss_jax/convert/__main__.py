@@ -90,7 +90,7 @@ def _convert(command: str, output: AnyPath, **options: Any) -> None:
         print(f"assumed: {line}")
     print("\n".join(_format_rows(conversion.rows)))
     record = conversion.record
-    with tqdm(total=conversion.num_items, unit="item", disable=None) as progress:
+    with tqdm(total=len(record.items), unit="item", disable=None) as progress:
         # Iterating over tqdm itself would keep each item until the next one has been made.
         items = map(partial(_advance, progress), conversion.items)
         write_model(output, record, items, tokenizer_from=conversion.tokenizer_from)

@@ -17,7 +17,7 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.convert.hf import contradiction, count_layers, read_layer, read_window
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, QUERY, slots_by_key
-from poss_jax.convert.reading import Reading, check_keys, named, read_metadata
+from poss_jax.convert.reading import NAMED_EAGLE3, Reading, check_keys, read_metadata
 from poss_jax.convert.source import Source
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -41,9 +41,6 @@ _FC_NORMS = {
 
 # --------------------------------------------------------------------------------------------------
 # Signs
-
-NAMED_EAGLE3 = named(r"eagle3")
-"""Finds a name of the model that says EAGLE-3."""
 
 
 def has_eagle3_weights(source: Source) -> str | None:

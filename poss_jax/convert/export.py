@@ -349,40 +349,39 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 # The model card of a draft
 
 
-def model_card(draft: Outgoing, layout: Layout, specialist: int | None) -> str:
-    """Writes README.md of an exported draft.
+_CARD = """---
+{base}tags: [speculative-decoding]
+---
 
-    Args:
-      draft: what is exported.
-      layout: layout of the files.
-      specialist: number of the one specialist that is exported; None: all of them.
-    """
-    name, config = draft.target.target.name, draft.config
-    facts = [f"| {what} | {said} |" for what, said in _facts(draft).items()]
-    chosen = [] if specialist is None else ["", f"It is specialist {specialist} of a PosS draft."]
-    lines = [
-        "---",
-        *([f"base_model: {json.dumps(name)}"] if HUB_ID.fullmatch(name) else []),
-        "tags: [speculative-decoding]",
-        "---",
-        "",
-        f"# Draft model for {name}",
-        "",
-        f"A draft ({config.method}) for speculative decoding with {name}, and with no other model. "
-        f"poss_jax {__version__} exported it in the layout `{layout.name}`, which is read "
-        f"by {layout.readers}.",
-        *chosen,
-        *(["", layout.note] if layout.note else []),
-        "",
-        "| | |",
-        "|---|---|",
-        *facts,
-        "",
-        "poss_jax converts it back with",
-        "",
-        "    python -m poss_jax.convert draft --source THIS_FOLDER --target TARGET --output DIR",
-    ]
-    return "\n".join(lines) + "\n"
+# Draft model for {name}
+
+A draft ({method}) for speculative decoding with {name}, and with no other model.
+poss_jax {version} exported it in the layout `{layout.name}`, which is read by {layout.readers}.
+{notes}
+| | |
+|---|---|
+{facts}
+
+poss_jax converts it back with
+
+    python -m poss_jax.convert draft --source THIS_FOLDER --target TARGET --output DIR
+"""
+
+
+def model_card(draft: Outgoing, layout: Layout, specialist: int | None) -> str:
+    """Writes README.md of an exported draft; of one specialist, or with None of all."""
+    name = draft.target.target.name
+    notes = [] if specialist is None else [f"It is specialist {specialist} of a PosS draft."]
+    notes += [layout.note] if layout.note else []
+    return _CARD.format(
+        base=f"base_model: {json.dumps(name)}\n" if HUB_ID.fullmatch(name) else "",
+        name=name,
+        method=draft.config.method,
+        version=__version__,
+        layout=layout,
+        notes="".join(f"\n{note}\n" for note in notes),
+        facts="\n".join(f"| {what} | {said} |" for what, said in _facts(draft).items()),
+    )
 
 
 def _facts(draft: Outgoing) -> dict[str, str]:

@@ -5,53 +5,19 @@ and run wrongly. `read_checkpoint` recognises, refuses and checks a checkpoint, 
 for inspecting alike; no weight is read.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from poss_jax.config.models import DraftConfig
-from poss_jax.config.reading import UserError, build_config, cut
-from poss_jax.convert.eagle3 import (
-    NAMED_EAGLE3,
-    has_eagle3_config,
-    has_eagle3_weights,
-    read_eagle3,
-)
-from poss_jax.convert.hf import (
-    assume_fc_bias,
-    contradiction,
-    count_layers,
-    read_layer,
-    read_target_config,
-)
-from poss_jax.convert.names import (
-    DRAFT_EMBEDDING,
-    DRAFT_HEAD,
-    FC,
-    FC_BIAS,
-    HEAD,
-    QUERY,
-    slots_by_key,
-)
-from poss_jax.convert.reading import (
-    Reading,
-    Sign,
-    check_keys,
-    has_key,
-    has_setting,
-    has_type,
-    is_adapter,
-    is_of_speculators,
-    is_quantised,
-    named,
-    read_metadata,
-)
+from poss_jax.config.reading import UserError, cut, shorten
+from poss_jax.convert.eagle3 import has_eagle3_config, has_eagle3_weights, read_eagle3
+from poss_jax.convert.hf import read_draft, read_target
+from poss_jax.convert.names import FC
+from poss_jax.convert.reading import Reading, Sign, model_names, named
 from poss_jax.convert.source import Source
 
 Family = Literal["target", "draft"]
-
-# Copies of the target's weights that some layouts of drafts hold: key -> item of the target.
-_COPIES = {DRAFT_EMBEDDING: "embed", DRAFT_HEAD: "head"}
 
 
 @dataclass(frozen=True)
@@ -111,48 +77,67 @@ def find_format(source: Source) -> tuple[Format | None, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Readers
+# Signs
 
 
-def _read_target(source: Source) -> Reading:
-    """Reads a target of the Llama family in Hugging Face's layout."""
-    config = read_target_config(source)
-    slots = slots_by_key(config)
-    buffers = [key for key in source.tensors if key.endswith("self_attn.rotary_emb.inv_freq")]
-    dropped = dict.fromkeys(buffers, "follows from the config")  # old checkpoints hold them
-    optional: dict[str, tuple[int, ...]] = dict.fromkeys(buffers, (config.head_dim // 2,))
-    if config.tie_embeddings and HEAD in source.tensors:
-        dropped[HEAD] = "tied to the embedding"
-        optional[HEAD] = (config.vocab_size, config.hidden_size)
-    check_keys(str(source.folder), source.tensors, slots, optional)
-    return Reading(source, config, slots, dropped)
+def has_setting(*keys: str) -> Sign:
+    """Finds a key of config.json with a value other than null, false and 0."""
+
+    def sign(source: Source) -> str | None:
+        values = source.settings
+        return next((f"{key} {shorten(values[key])}" for key in keys if values.get(key)), None)
+
+    return sign
 
 
-def _read_draft(source: Source) -> Reading:
-    """Reads an EAGLE, EAGLE-2, HASS or PosS draft, with or without a wrapper and prefixes."""
-    origin, name = str(source.folder), NAMED_EAGLE3(source)
-    if name is not None:
-        layout = f"have EAGLE-2's layout ({QUERY} {list(source.shapes[QUERY])})"
-        raise contradiction(source, f"EAGLE-3 ({name})", layout)
-    layer, assumed = read_layer(source)
-    assumed += assume_fc_bias(source)
-    metadata = read_metadata(source)
-    kv = (metadata and metadata.kv) or "per_specialist"
-    values = {"layer": layer, "fc_bias": FC_BIAS in source.names, "kv": kv}
-    values |= {"positions_per_specialist": (1,) * count_layers(source)}
-    config = build_config(DraftConfig, values, origin=origin)
-    slots = slots_by_key(config)
-    copies = dict.fromkeys(_COPIES, (layer.vocab_size, layer.hidden_size))
-    plain = {name: source.tensors[key] for name, key in source.names.items()}
-    check_keys(origin, plain, slots, copies)
-    return Reading(
-        source,
-        config,
-        slots={source.names[name]: slot for name, slot in slots.items()},
-        copies={source.names[name]: item for name, item in _COPIES.items() if name in source.names},
-        assumed=tuple(assumed),
-        metadata=metadata,
+def has_key(pattern: str, *, in_drafts: bool = False) -> Sign:
+    """Finds a weight whose plain name holds the pattern, in drafts alone or in any model."""
+    find, is_fusion = re.compile(pattern).search, re.compile(r"(fusion_)?fc\.").match
+
+    def sign(source: Source) -> str | None:
+        if in_drafts and not any(map(is_fusion, source.names)):
+            return None
+        return next((key for name, key in source.names.items() if find(name)), None)
+
+    return sign
+
+
+def has_type(pattern: str) -> Sign:
+    """Finds a weight of a type that fits the pattern."""
+    fits = re.compile(pattern).fullmatch
+    return lambda source: next(
+        (f"{key} of type {t.dtype}" for key, t in source.tensors.items() if fits(t.dtype)), None
     )
+
+
+def is_adapter(source: Source) -> str | None:
+    """Tells a LoRA adapter by its file."""
+    name = "adapter_config.json"
+    is_alone = not (source.folder / "config.json").is_file()
+    return name if is_alone and (source.folder / name).is_file() else None
+
+
+def is_of_speculators(pattern: str) -> Sign:
+    """Finds a kind and class of vLLM's speculators, except EAGLE-1."""
+    find = re.compile(pattern, re.IGNORECASE).search
+
+    def sign(source: Source) -> str | None:
+        for values in (source.values, source.settings):
+            kind = values.get("speculators_model_type")
+            shown = ": ".join([str(kind), *model_names(values)[:1]])
+            if kind not in (None, "eagle") and find(shown):
+                return shown
+        return None
+
+    return sign
+
+
+def is_quantised(source: Source) -> str | None:
+    """Tells quantised weights by config.json."""
+    values = source.settings
+    settings = values.get("quantization_config") or values.get("compression_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    return f"quantization_config with quant_method {shorten(method)}" if settings else None
 
 
 def _whole_target(source: Source) -> str | None:
@@ -272,14 +257,14 @@ FORMATS = (
     Format(
         "a draft",
         in_weights=(has_key(r"^fc\."),),
-        read=_read_draft,
+        read=read_draft,
         family="draft",
         why_not="convert it with the draft command, and give its target here",
     ),
     Format(
         "a whole target",
         in_weights=(_whole_target,),
-        read=_read_target,
+        read=read_target,
         family="target",
         why_not="convert it with the target command, and give the draft's own files here",
     ),

@@ -83,6 +83,13 @@ class GgufFile:
         """The family of models, as llama.cpp calls it."""
         return str(self.metadata.get("general.architecture"))
 
+    def unfit(self, key: str, want: str, got: Any) -> UserError:
+        """Makes the error for a value of the metadata that is not what is wanted."""
+        return UserError(
+            f"{self.path}: metadata {key}: want {want}, got {shorten(got)}; convert the model to "
+            "GGUF again"
+        )
+
     def of_model(self, key: str, default: Any = None) -> Any:
         """Gives the value of a key that starts with the architecture."""
         return self.metadata.get(f"{self.architecture}.{key}", default)

@@ -164,10 +164,7 @@ def read_config(gguf: GgufFile) -> dict[str, Any]:
 def _number(gguf: GgufFile, key: str, default: float | None = None) -> Any:
     value = gguf.of_model(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise UserError(
-            f"{gguf.path}: metadata {gguf.architecture}.{key}: want a number, got "
-            f"{shorten(value)}; convert the model to GGUF again"
-        )
+        raise gguf.unfit(f"{gguf.architecture}.{key}", "a number", value)
     return value
 
 

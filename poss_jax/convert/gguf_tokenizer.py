@@ -108,20 +108,14 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
 def _strings(gguf: GgufFile, key: str) -> list[str]:
     value = gguf.metadata.get(key)
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise UserError(
-            f"{gguf.path}: metadata {key}: want texts, got {shorten(value)}; convert the model to "
-            "GGUF again"
-        )
+        raise gguf.unfit(key, "texts", value)
     return value
 
 
 def _numbers(gguf: GgufFile, key: str, size: int, default: float) -> list[Any]:
     value = gguf.metadata.get(f"tokenizer.ggml.{key}", [default] * size)
     if not isinstance(value, list) or len(value) != size:
-        raise UserError(
-            f"{gguf.path}: metadata tokenizer.ggml.{key}: want {size} numbers, got "
-            f"{shorten(value)}; convert the model to GGUF again"
-        )
+        raise gguf.unfit(f"tokenizer.ggml.{key}", f"{size} numbers", value)
     return value
 
 
@@ -135,10 +129,7 @@ def _special_ids(gguf: GgufFile) -> dict[str, int]:
     ids = {name: index for name, index in given.items() if index is not None}
     size = len(_strings(gguf, TOKENS))
     if any(index not in range(size) for index in ids.values()):
-        raise UserError(
-            f"{gguf.path}: want special tokens below {size}, got {shorten(ids)}; convert the model "
-            "to GGUF again"
-        )
+        raise gguf.unfit("tokenizer.ggml", f"special tokens below {size}", ids)
     return ids
 
 

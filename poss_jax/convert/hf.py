@@ -10,9 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 from poss_jax.config.json_reading import read_json
-from poss_jax.config.models import LlamaConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, build_config, shorten
-from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
+from poss_jax.convert.names import (
+    DRAFT_EMBEDDING,
+    DRAFT_HEAD,
+    FC,
+    FC_BIAS,
+    HEAD,
+    QUERY,
+    slots_by_key,
+    source_key,
+)
+from poss_jax.convert.reading import NAMED_EAGLE3, Reading, check_keys, read_metadata
 from poss_jax.convert.rope import read_rope
 from poss_jax.convert.source import Source
 
@@ -62,15 +72,24 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 # Reading: targets, and the layer of a draft
 
 
-def read_target_config(source: Source) -> LlamaConfig:
-    """Reads config.json, and the stop tokens of generation_config.json.
+def read_target(source: Source) -> Reading:
+    """Reads a target of the Llama family in Hugging Face's layout.
 
     Raises:
       UserError: a missing or malformed file, or a model that cannot be converted.
     """
     path = source.folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
-    return parse_llama_config(source.values, generation, origin=source.config_name)
+    config = parse_llama_config(source.values, generation, origin=source.config_name)
+    slots = slots_by_key(config)
+    buffers = [key for key in source.tensors if key.endswith("self_attn.rotary_emb.inv_freq")]
+    dropped = dict.fromkeys(buffers, "follows from the config")  # old checkpoints hold them
+    optional: dict[str, tuple[int, ...]] = dict.fromkeys(buffers, (config.head_dim // 2,))
+    if config.tie_embeddings and HEAD in source.tensors:
+        dropped[HEAD] = "tied to the embedding"
+        optional[HEAD] = (config.vocab_size, config.hidden_size)
+    check_keys(str(source.folder), source.tensors, slots, optional)
+    return Reading(source, config, slots, dropped)
 
 
 def parse_llama_config(
@@ -233,6 +252,37 @@ _SHOWN_BY = {
 }
 
 
+# Copies of the target's weights that some layouts of drafts hold: key -> item of the target.
+_COPIES = {DRAFT_EMBEDDING: "embed", DRAFT_HEAD: "head"}
+
+
+def read_draft(source: Source) -> Reading:
+    """Reads an EAGLE, EAGLE-2, HASS or PosS draft, with or without a wrapper and prefixes."""
+    origin, name = str(source.folder), NAMED_EAGLE3(source)
+    if name is not None:
+        layout = f"have EAGLE-2's layout ({QUERY} {list(source.shapes[QUERY])})"
+        raise contradiction(source, f"EAGLE-3 ({name})", layout)
+    layer, assumed = read_layer(source)
+    assumed += _assume_fc_bias(source)
+    metadata = read_metadata(source)
+    kv = (metadata and metadata.kv) or "per_specialist"
+    values = {"layer": layer, "fc_bias": FC_BIAS in source.names, "kv": kv}
+    values |= {"positions_per_specialist": (1,) * count_layers(source)}
+    config = build_config(DraftConfig, values, origin=origin)
+    slots = slots_by_key(config)
+    copies = dict.fromkeys(_COPIES, (layer.vocab_size, layer.hidden_size))
+    plain = {name: source.tensors[key] for name, key in source.names.items()}
+    check_keys(origin, plain, slots, copies)
+    return Reading(
+        source,
+        config,
+        slots={source.names[name]: slot for name, slot in slots.items()},
+        copies={source.names[name]: item for name, item in _COPIES.items() if name in source.names},
+        assumed=tuple(assumed),
+        metadata=metadata,
+    )
+
+
 def contradiction(source: Source, said: str, found: str) -> UserError:
     """Makes the error for a draft whose config.json contradicts its weights; it names both."""
     return UserError(
@@ -333,7 +383,7 @@ def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], l
     return shown, assumed
 
 
-def assume_fc_bias(source: Source) -> list[str]:
+def _assume_fc_bias(source: Source) -> list[str]:
     """Says what had to be assumed of the bias of an EAGLE-2 draft's fc."""
     has_bias, said = FC_BIAS in source.names, source.settings.get("bias")
     if has_bias == (said in (None, True)):

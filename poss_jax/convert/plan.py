@@ -56,11 +56,6 @@ class Conversion:
     assumed: tuple[str, ...] = ()
 
     @property
-    def num_items(self) -> int:
-        """Number of items."""
-        return len(self.record.items)
-
-    @property
     def dtype(self) -> str:
         """Type of the stored arrays; several are joined by a plus."""
         return "+".join(sorted({row.dtype for row in self.rows if not row.path.startswith("(")}))
