@@ -10,17 +10,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from programs import refusal
 from self_killing import ROOT
 from test_run_folder import config_for, saved_run
 
-from poss_jax.checkpoint.locks import hold_folder, hold_lock, sole_writer
+from poss_jax.checkpoint.locks import hold_lock, sole_writer
 from poss_jax.config.reading import UserError
-from train import training
 from train.claims import hold_together
 from train.regenerate import main as regenerate_main
 from train.training import train
@@ -89,38 +86,6 @@ def test_folder_in_a_place_that_is_read_only(
         with pytest.raises(UserError, match="in use by"), sole_writer(tmp_path / "a"):
             pass
     assert list((tmp_path / "a").iterdir()) == []
-
-
-def test_a_folder_that_is_moved_keeps_its_writer(tmp_path: Path) -> None:
-    folder = saved_run(tmp_path / "a", [1.0])
-    with hold_together(config_for(folder), hold_folder):
-        moved = folder.rename(tmp_path / "b")
-        for overwrite in (False, True):
-            with pytest.raises(UserError, match=r"b is in use by another process, which began"):
-                train(config_for(moved), overwrite=overwrite)
-        with sole_writer(tmp_path / "a"):  # nothing is there now
-            pass
-    with sole_writer(moved), hold_folder(moved):
-        pass
-
-
-def test_a_run_holds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_for(saved_run(tmp_path / "a", [1.0]))
-    stage, is_held = SimpleNamespace(plan_step=lambda: None, load_weights=lambda: None), False
-
-    def run(*_: Any, **__: Any) -> Any:
-        nonlocal is_held
-        with pytest.raises(UserError, match="in use by another process"):
-            hold_folder(config.output).__enter__()
-        is_held = True
-        raise UserError("that is all")
-
-    monkeypatch.setattr(training, "open_stage", lambda *_: stage)
-    monkeypatch.setattr(training, "check_memory", lambda _: None)
-    monkeypatch.setattr(training, "RunFolder", run)
-    with pytest.raises(UserError, match="that is all"):
-        train(config)
-    assert is_held
 
 
 def test_folders_made_for_a_lock_go_with_it(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import json
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +64,14 @@ def check_output(config: TrainConfig) -> None:
 
 
 @contextmanager
-def hold_together(
-    config: TrainConfig, lock: Callable[[str], AbstractContextManager[None]] = sole_writer
-) -> Iterator[None]:
+def hold_together(config: TrainConfig) -> Iterator[None]:
     """Keeps other runs out of the folder of this one; its first process holds the lock.
-
-    Args:
-      lock: keeps the name; `hold_folder` keeps a folder that exists, also where it is moved.
 
     Raises:
       UserError: in every process, another run is at work there.
     """
     with ExitStack() as held:
-        ask_first(lambda: held.enter_context(lock(config.output)))
+        ask_first(lambda: held.enter_context(sole_writer(config.output)))
         yield
 
 

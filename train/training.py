@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from poss_jax.checkpoint.locks import hold_folder
 from poss_jax.config.paths import AnyPath, absolute
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
@@ -50,10 +49,7 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
                 stage.load_weights()
         if stage is None and is_damaged(config):
             return {"model": str(absolute(config.output) / "model")}
-        with (
-            hold_together(config, hold_folder),
-            closing(RunFolder(config, is_checked=stage is None)) as folder,
-        ):
+        with closing(RunFolder(config, is_checked=stage is None)) as folder:
             if stage is not None:
                 config = config.with_budget(len(stage.rows))
                 if is_first_process():

@@ -4,7 +4,6 @@ The lock is the operating system's and ends with its process. The lock file name
 kill leaves it behind.
 """
 
-import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, SoftFileLock, Timeout
 
+from poss_jax.checkpoint.whole import made_parents
 from poss_jax.config.paths import AnyPath, is_uri, local_path
 from poss_jax.config.reading import UserError
 
@@ -63,48 +63,13 @@ def sole_writer(output: str | AnyPath) -> Iterator[None]:
 
     with ExitStack() as held:
         try:
-            for parent in reversed([path for path in real.parents if not path.exists()]):
-                held.callback(_remove_empty, parent)
-            real.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(made_parents(real))
             is_inside = real.is_dir() and not os.access(real.parent, os.W_OK)
             place = real / ".lock" if is_inside else real.parent / f".{real.name}.lock"
             held.enter_context(hold_lock(place, refuse))
-            with hold_folder(output):  # another process may be writing it under an earlier name
-                pass
         except OSError as error:
             raise UserError(f"output {output}: {error.strerror}; name another place") from error
         yield
-
-
-@contextmanager
-def hold_folder(output: str | AnyPath) -> Iterator[None]:
-    """Keeps other processes from writing a folder, even if it is moved; nothing without one.
-
-    Raises:
-      UserError: another process writes it.
-    """
-    real = None if is_uri(output) else local_path(str(output), "output").resolve()
-    if real is None or not real.is_dir():
-        yield
-        return
-    with ExitStack() as held:
-        folder = os.open(real, os.O_RDONLY)
-        held.callback(os.close, folder)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"output {output} is in use by another process, which began before it was moved "
-                "here; wait for it, or name another output"
-            ) from error
-        except OSError:  # the file system may lack such locks
-            pass
-        yield
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # normally not empty
-        folder.rmdir()
 
 
 def _describe_holder(path: Path) -> str:

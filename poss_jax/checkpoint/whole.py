@@ -36,22 +36,20 @@ def whole_folder(folder: str | AnyPath) -> Iterator[Path]:
 def _renamed(folder: Path) -> Iterator[Path]:
     """Yields a temporary sibling, renamed at the end."""
     folder = folder.resolve()
-    new_parents: list[Path] = []
+    prefix = f".{folder.name}.partial-"
     try:
-        new_parents += (path for path in folder.parents if not path.exists())
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{folder.name}.partial-"
-        _remove_abandoned(folder.parent, prefix)
-        with (
-            tempfile.TemporaryDirectory(
-                prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
-            ) as temporary,
-            FileLock(Path(temporary) / _LOCK),
-        ):
-            partial = Path(temporary) / "model"
-            partial.mkdir()
-            yield partial
-            partial.replace(folder)
+        with made_parents(folder):
+            _remove_abandoned(folder.parent, prefix)
+            with (
+                tempfile.TemporaryDirectory(
+                    prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
+                ) as temporary,
+                FileLock(Path(temporary) / _LOCK),
+            ):
+                partial = Path(temporary) / "model"
+                partial.mkdir()
+                yield partial
+                partial.replace(folder)
     except OSError as error:
         if error.errno in (ENOTEMPTY, EEXIST):
             raise UserError(
@@ -60,10 +58,19 @@ def _renamed(folder: Path) -> Iterator[Path]:
         raise UserError(
             f"cannot write folder {folder}: {error}; nothing is kept, give a place that can hold it"
         ) from error
+
+
+@contextmanager
+def made_parents(path: Path) -> Iterator[None]:
+    """Makes the folders above a path; those that are empty at the end vanish again."""
+    made = [parent for parent in path.parents if not parent.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
     finally:
-        for path in new_parents:
+        for parent in made:
             with suppress(OSError):  # normally not empty
-                path.rmdir()
+                parent.rmdir()
 
 
 @contextmanager

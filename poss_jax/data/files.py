@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from poss_jax.config.json_reading import JsonError, parse_json
-from poss_jax.config.paths import AnyPath, as_path, is_uri
-from poss_jax.config.paths import read_text as read_or_fail
+from poss_jax.config.paths import AnyPath, as_path, is_uri, read_text
 from poss_jax.config.reading import UserError
 
 
@@ -40,19 +39,15 @@ def _matching_objects(pattern: str) -> list[AnyPath]:
     return sorted(found for found in root.glob(str(path.relative_to(root))) if found.is_file())
 
 
-def read_text(path: AnyPath) -> str:
-    """Reads a whole file of UTF-8."""
+def json_lines(path: AnyPath) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (file:line, object) for every non-blank line."""
     try:
-        return read_or_fail(path, "utf-8-sig")
+        lines = read_text(path, "utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: want UTF-8 text, got {error.reason}; convert the file") from error
     except OSError as error:
         raise UserError(f"{path}: want a readable file, got: {error.strerror}") from error
-
-
-def json_lines(path: AnyPath) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (file:line, object) for every non-blank line."""
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
