@@ -59,7 +59,6 @@ def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
 
     Args:
       path: JSON file that `python -m train.draft_vocab` writes.
-      vocab_size: number of tokens of the target.
 
     Returns:
       [Vd] int32, ascending ids of the target.

@@ -35,8 +35,6 @@ def write_model(
     covers model.json and the tokenizer's files; model.json covers the weights.
 
     Args:
-      folder: must not exist, or be empty.
-      record: contents of `model.json`.
       items: (name, nested dict of arrays) of every item of the model, in any order.
       tokenizer_from: folder whose tokenizer files are copied; None: no tokenizer.
 
@@ -101,8 +99,6 @@ def read_draft(
     """Reads the record of a draft's folder, without its weights.
 
     Args:
-      folder: model folder.
-      target: record of the target it will draft for.
       allow_target_mismatch: accept a draft made for other weights of the same shape.
 
     Raises:
@@ -136,10 +132,8 @@ def load_target(
     """Loads a target straight to its devices.
 
     Args:
-      folder: model folder.
       dtype: dtype of every array; None keeps what is stored.
       with_layers: load the layers; False returns the rest.
-      sharding: see `load_item`.
       quantise: type to round the stored matrices to; None keeps them.
 
     Returns:
@@ -172,14 +166,7 @@ def load_draft(
     allow_target_mismatch: bool = False,
     sharding: jax.sharding.Sharding | ShardingFor | None = None,
 ) -> tuple[ModelRecord, Params]:
-    """Loads a draft straight to its devices.
-
-    Args:
-      folder: model folder.
-      dtype: dtype of every array; None keeps what is stored.
-      target: record of the target it will draft for.
-      allow_target_mismatch: load a draft made for other weights of the same shape.
-      sharding: see `load_item`.
+    """Loads a draft straight to its devices, with the arguments of `read_draft` and `load_target`.
 
     Returns:
       The record, and {"fc", "specialists": list}.

@@ -54,7 +54,13 @@ def write_item(folder: Path, name: str, item: Params, shapes: Params) -> str:
     _check_space(folder, arrays)
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
     args = ocp.args.PyTreeSave(arrays, save_args=save_args)
-    _save_item(folder / "weights" / name, args)
+    path = folder / "weights" / name
+    try:
+        with _quiet():
+            _writer().save(path, args=args)
+        (path / "commit_success.txt").unlink(missing_ok=True)  # it names folders of this machine
+    except Exception as error:
+        raise failed_write(error) from error
     return hash_item(arrays)
 
 
@@ -63,15 +69,6 @@ def _check_space(folder: Path, arrays: Params) -> None:
     needed = sum(array.nbytes for array in jax.tree.leaves(arrays)) + _ITEM_OVERHEAD_BYTES
     if shutil.disk_usage(folder).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
-    try:
-        with _quiet():
-            _writer().save(path, args=args)
-        (path / "commit_success.txt").unlink(missing_ok=True)  # it names folders of this machine
-    except Exception as error:
-        raise failed_write(error) from error
 
 
 def failed_write(error: Exception) -> OSError:
@@ -117,9 +114,6 @@ def load_item(
     the result.
 
     Args:
-      folder: model folder.
-      record: contents of its model.json.
-      name: name of the item.
       dtype: dtype of every array except quantised weights; None keeps the stored one.
       sharding: sharding of every array, or a function that gives it; None: the default device.
 

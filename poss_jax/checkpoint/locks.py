@@ -23,7 +23,6 @@ def hold_lock(path: Path, if_held: Callable[[str], None]) -> Iterator[None]:
     """Holds a lock.
 
     Args:
-      path: file of the lock.
       if_held: called with the holder before waiting; may raise instead.
     """
     lock = FileLock(path)

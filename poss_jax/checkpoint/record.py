@@ -147,10 +147,7 @@ def new_record(
 
     Args:
       config: its shape; the class decides the family.
-      target: identity of the target, or of the draft's target.
       tokenizer_from: the folder that `write_model` will copy the tokenizer from.
-      draft_vocabulary: see `ModelRecord`.
-      quantised: see `ModelRecord`.
     """
     is_draft = isinstance(config, DraftConfig)
     tokenizer, chat_template = tokenizer_hashes(tokenizer_from) if tokenizer_from else (None, None)
@@ -172,8 +169,6 @@ def target_identity(name: str, revision: str | None, embedding: Any, head: Any) 
     """Identifies a target by the weights that drafts share.
 
     Args:
-      name: Hub id, or the name of the folder it was read from.
-      revision: commit on the Hub.
       embedding: [V, D], in any floating type.
       head: [V, D], likewise; the embedding itself when they are tied.
     """
@@ -250,9 +245,7 @@ def with_vocabulary(record: ModelRecord, tokens: Iterable[int], *, origin: str) 
     """Returns the record of a draft that proposes only some tokens of the target's head.
 
     Args:
-      record: record of a draft.
       tokens: ids of the target, ascending.
-      origin: the draft, for the message.
 
     Raises:
       UserError: the draft has its own head, which fixes its vocabulary.
@@ -267,11 +260,6 @@ def with_vocabulary(record: ModelRecord, tokens: Iterable[int], *, origin: str) 
 
 def check_fit(origin: str, draft: DraftConfig, target: ModelRecord) -> None:
     """Checks that a draft reads features and tokens of a target's sizes.
-
-    Args:
-      origin: the draft, for the message.
-      draft: its config.
-      target: record of the target.
 
     Raises:
       UserError: hidden size or vocabulary differ, or the record is a draft's.

@@ -27,9 +27,6 @@ def hash_values(array: Any) -> str:
 
     A float32 array, its bfloat16 cast, and that cast as float32 again have one hash. (Rounding to
     float16 on the way may give another bfloat16, and so another hash.)
-
-    Args:
-      array: any shape, a floating type.
     """
     array = np.ascontiguousarray(array)
     digest = hashlib.sha256(f"bfloat16 {array.shape}".encode())
@@ -84,7 +81,6 @@ def find_damage(folder: Path, *, ignored: Collection[str] = ()) -> str | None:
     """Compares all files below a folder with its SHA256SUMS.
 
     Args:
-      folder: folder with the files and the sums.
       ignored: files that may change, appear or vanish.
 
     Returns:

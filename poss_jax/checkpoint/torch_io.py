@@ -24,7 +24,6 @@ def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
     costs memory only once used. The older format has no checksums and is read whole.
 
     Args:
-      path: a file written by `torch.save`.
       check: compare the checksums; False reads only what is used.
 
     Returns:
@@ -37,9 +36,13 @@ def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
     path = Path(path)
     torch = _import_torch(str(path))
     try:
-        is_zip = _is_zip(path)
+        with path.open("rb") as file:
+            is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC  # torch's test, too
         if is_zip and check:
-            _check_zip(path)
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise UserError(_damaged(path, f"the checksum of {damaged} does not match"))
         with warnings.catch_warnings():  # about old pickles, which are read or refused below
             warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -61,7 +64,6 @@ def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes a state dict that `torch.load(weights_only=True)` reads.
 
     Args:
-      path: path of the file.
       arrays: arrays by name; NumPy types that PyTorch has, or `ml_dtypes.bfloat16`.
 
     Raises:
@@ -83,20 +85,6 @@ def _to_torch(torch: Any, array: np.ndarray) -> Any:
     if array.dtype == ml_dtypes.bfloat16:  # as in _to_numpy
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def _is_zip(path: Path) -> bool:
-    """True if the file starts like a zip, which is torch's test, too."""
-    with path.open("rb") as file:
-        return file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
-
-
-def _check_zip(path: Path) -> None:
-    """Reads every member once, a block at a time, and compares it with its CRC-32."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise UserError(_damaged(path, f"the checksum of {damaged} does not match"))
 
 
 def _explain_pickle(path: Path, error: pickle.UnpicklingError, *, is_intact: bool) -> str:

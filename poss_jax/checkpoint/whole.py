@@ -116,8 +116,6 @@ def write_output(path: AnyPath, text: str, *, name: str = "output") -> None:
     """Writes a text file and creates its folder.
 
     Args:
-      path: file to write or to replace.
-      text: its contents.
       name: name of the file's option, for the message.
 
     Raises:

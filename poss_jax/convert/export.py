@@ -96,11 +96,8 @@ def plan_export(
     """Plans the export of any model folder.
 
     Args:
-      model: model folder.
       form: name of one of `LAYOUTS`, or hf; by default hf for a target, and for a draft the first
         layout of its family that holds as many specialists.
-      target: model folder of a draft's target.
-      specialist: number of the one specialist to write.
       verifier: see `Outgoing`, for a layout that names the target's checkpoint.
       dtype: type to write; by default what is stored.
 
@@ -284,8 +281,6 @@ def write_export(
     """Writes an exported checkpoint with its SHA256SUMS, or nothing at all.
 
     Args:
-      folder: must not exist, or be empty.
-      export: what to write.
       arrays: `export.arrays()`, or a progress bar around it; a shard at a time is in memory.
       as_bin: write PyTorch's own format instead of safetensors; needs torch.
       max_shard_bytes: larger models are cut into files of at most this size, with an index.

@@ -52,7 +52,6 @@ def read_checkpoint(source: Source, family: Family | None = None) -> Reading:
     Signs in the config come first, since they are cheap.
 
     Args:
-      source: where its files are.
       family: family it must be of; None accepts both.
 
     Raises:

@@ -164,19 +164,16 @@ def open_gguf(path: Path) -> GgufFile:
             "llama-gguf-split --merge"
         )
     stored = dict(cursor.tensor() for _ in range(num_tensors))
-    start = _align(cursor, metadata.get("general.alignment", _ALIGNMENT))
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise cursor.damaged(f"general.alignment {shorten(alignment)}")
+    start = -(-cursor.place // alignment) * alignment
     tensors = {name: replace(tensor, start=start + tensor.start) for name, tensor in stored.items()}
     if len(tensors) < num_tensors:
         raise cursor.damaged("two tensors have one name")
     for name, tensor in tensors.items():
         _check(name, tensor, cursor)
     return GgufFile(path, metadata, tensors)
-
-
-def _align(cursor: "_Cursor", alignment: Any) -> int:
-    if not isinstance(alignment, int) or alignment < 1:
-        raise cursor.damaged(f"general.alignment {shorten(alignment)}")
-    return -(-cursor.place // alignment) * alignment
 
 
 def _check(name: str, tensor: StoredTensor, cursor: "_Cursor") -> None:

@@ -100,7 +100,6 @@ def parse_llama_config(
     Args:
       values: contents of config.json, written by transformers 4 or 5.
       generation: contents of generation_config.json; its stop tokens win.
-      origin: source of the values, for messages.
 
     Raises:
       UserError: a missing key, or an unsupported value.

@@ -80,11 +80,6 @@ class Inspection:
 def inspect(source: str, revision: str | None = None, *, verify: bool = False) -> Inspection:
     """Looks at a checkpoint of another program or at a model folder of ours.
 
-    Args:
-      source: folder, GGUF file or Hub id.
-      revision: branch, tag or commit on the Hub.
-      verify: compare a model folder with its checksums.
-
     Raises:
       UserError: the source does not exist, or a checksum differs. A checkpoint that cannot be
         converted raises nothing: that is a finding.

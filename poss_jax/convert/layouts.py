@@ -105,7 +105,6 @@ def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     """Describes a target to `transformers` 4 and 5.
 
     Args:
-      config: shape of the target.
       dtype: type that its weights are written in.
 
     Raises:
@@ -126,7 +125,15 @@ def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 def _family(config: LlamaConfig) -> str:
     """Finds the family whose own code has these projections, biases and norms."""
     if config.fused_projections:
-        return _check_phi3(config)
+        wrong = config.extras
+        if config.rope.type not in ("default", "longrope"):
+            wrong.append(f"rope type {config.rope.type}")
+        if wrong:
+            raise UserError(
+                f"Phi-3, which has fused projections, has no {', '.join(wrong)}; such a target "
+                "stays with poss_jax"
+            )
+        return "phi3"
     if config.qk_norm and config.qkv_bias == config.o_bias and not config.mlp_bias:
         return "qwen3"
     if not config.qk_norm and config.qkv_bias == config.o_bias:
@@ -138,19 +145,6 @@ def _family(config: LlamaConfig) -> str:
         f"qk_norm {config.qk_norm} and mlp_bias {config.mlp_bias} together; such a target stays "
         "with poss_jax"
     )
-
-
-def _check_phi3(config: LlamaConfig) -> str:
-    """Names the family of fused projections, which has no biases and few types of rope."""
-    wrong = config.extras
-    if config.rope.type not in ("default", "longrope"):
-        wrong.append(f"rope type {config.rope.type}")
-    if wrong:
-        raise UserError(
-            f"Phi-3, which has fused projections, has no {', '.join(wrong)}; such a target stays "
-            "with poss_jax"
-        )
-    return "phi3"
 
 
 def layer_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:

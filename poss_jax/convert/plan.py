@@ -108,14 +108,10 @@ def plan_draft(
 ) -> Conversion:
     """Opens and checks a draft against its target; nothing is written yet.
 
+    `place_specialists` finds positions and depth that are not given.
+
     Args:
-      source: folder or Hub id.
-      target: model folder of the converted target.
-      positions_per_specialist: see `place_specialists`.
-      trained_depth: see `place_specialists`.
       draft_vocabulary: file of the tokens that it may propose; None: what the source says.
-      revision: branch, tag or commit on the Hub.
-      dtype: type to store.
 
     Raises:
       UserError: anything in the source that is unknown, or that does not fit its config or the
@@ -157,8 +153,6 @@ def plan_specialists(
     """Plans a PosS start: every missing specialist is a copy of the last one a trained draft has.
 
     Args:
-      draft: model folder of the draft to start from.
-      positions_per_specialist: see `DraftConfig`, for the new draft.
       trained_depth: None keeps the given draft's, since copying trains nothing.
 
     Raises:
@@ -230,18 +224,15 @@ def _compare_copies(reading: Reading, target: AnyPath, record: ModelRecord) -> d
             want = np.asarray(load_item(target, record, item)["weight"])
             is_equal = same_up_to_rounding(copy, want)
         if not is_equal:
+            or_keep = (
+                f", or keep {key} by embed_requires_grad true in config.json if it was trained"
+            )
             raise UserError(
                 f"{reading.source.folder}: {key} differs from the {_WORDS[item]} of the target "
-                f"{record.target.name}; give the target it was trained for{_or_keep(reading, key)}"
+                f"{record.target.name}; give the target it was trained for"
+                f"{or_keep if reading.draft.family == 'eagle3' else ''}"
             )
     return dict.fromkeys(reading.copies, "equals the target's")
-
-
-def _or_keep(reading: Reading, key: str) -> str:
-    """Says how the embedding of an EAGLE-3 draft is kept although it is not the target's."""
-    if reading.draft.family != "eagle3":
-        return ""
-    return f", or keep {key} by embed_requires_grad true in config.json if it was trained"
 
 
 def _convert(

@@ -233,7 +233,6 @@ def place_specialists(
     """Gives a draft's config its positions per specialist and trained depth.
 
     Args:
-      reading: a draft as it was read.
       positions_per_specialist: what the user says; None takes what an export of ours says, what is
         known of a published draft, or 1 for a single specialist.
       trained_depth: what the user says; None takes what is known, or the sum of the spans.
@@ -253,7 +252,11 @@ def place_specialists(
     elif isinstance(known, Published):
         assumed.append(f"{list_counts(spans)} positions per specialist, because {because}")
     if trained_depth is None:
-        trained_depth, why = (known.trained_depth, because) if known else _guess_depth(spans)
+        trained_depth, why = sum(spans), "the positions per specialist add up to it"
+        if known:
+            trained_depth, why = known.trained_depth, because
+        elif len(spans) == 1:
+            trained_depth, why = 1, "a single layer does not say; give --trained-depth (HASS: 3)"
         if not isinstance(known, DraftMetadata):
             assumed.append(f"trained depth {trained_depth}, because {why}")
     config = change_config(
@@ -292,10 +295,3 @@ def _check_spans(reading: Reading, spans: tuple[int, ...] | None) -> tuple[int, 
             f"--positions-per-specialist {list_counts((3,) * number)}"
         )
     return spans
-
-
-def _guess_depth(spans: tuple[int, ...]) -> tuple[int, str]:
-    """Trained depth of a draft that is not known, and the reason."""
-    if len(spans) == 1:
-        return 1, "a single layer does not say; give --trained-depth (HASS: 3)"
-    return sum(spans), "the positions per specialist add up to it"

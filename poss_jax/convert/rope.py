@@ -36,9 +36,7 @@ def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str,
     """Reads the fields of `RopeConfig`.
 
     Args:
-      values: contents of config.json.
       longest: its max_position_embeddings.
-      origin: source of the values, for messages.
 
     Raises:
       UserError: another type of rope, or settings that contradict each other.

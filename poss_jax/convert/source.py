@@ -176,7 +176,6 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
     Args:
       source: an existing folder, a GGUF file, a wheel or zip archive or folder that holds one, or a
         Hub id such as `owner/name`.
-      revision: branch, tag or commit on the Hub.
       weights: whether to download the weights too.
 
     Raises:
@@ -230,7 +229,6 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
     """Lists the tensors of a folder: safetensors or else .bin, a single file or shards.
 
     Args:
-      folder: folder of the checkpoint.
       verify: compare them with SHA256SUMS or the Hub's checksums first, where there are any.
 
     Raises:

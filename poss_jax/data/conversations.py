@@ -92,7 +92,6 @@ def read_document(record: dict[str, Any], kind: str | None) -> tuple[Document | 
     A chat is used up to its first unusable turn.
 
     Args:
-      record: record of a data set.
       kind: the data set's format; None if it is not known.
 
     Returns:

@@ -26,8 +26,6 @@ def encode_documents(
 
     Args:
       documents: all of them texts, chats, chats as text, or tokens.
-      tokenizer: tokenizer of the target.
-      template: chat template.
 
     Yields:
       The sequences of every document (several for some chats, see `ChatTemplate.render` and
@@ -86,9 +84,7 @@ def _join(chat: RenderedChat, encoded: Sequence[list[int]], tokenizer: Any) -> I
     a new sequence starts with that prompt.
 
     Args:
-      chat: chat.
       encoded: tokens up to the start and the end of each answer, then of the whole text.
-      tokenizer: tokenizer of the target.
     """
     ids: list[int] = []
     trained: list[bool] = []

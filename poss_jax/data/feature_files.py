@@ -87,7 +87,6 @@ def read_feature_files(config: DataConfig, width: int | None) -> Iterator[tuple[
     Features are not read (except that PyTorch's older format is always read whole).
 
     Args:
-      config: its source is a path or a glob.
       width: width of the target's features; None: any.
 
     Raises:

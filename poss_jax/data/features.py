@@ -211,7 +211,6 @@ class FeatureCache:
         """Writes a shard; nothing of it is kept if that fails.
 
         Args:
-          shard: its number.
           features: its rows in order, each [some T D] bfloat16.
         """
         path = self._path(shard)
@@ -282,7 +281,6 @@ def open_cache(
     """Opens a cache, which may be empty or not exist; nothing is written.
 
     Args:
-      folder: folder of the cache.
       made_from: name -> value of all that the features depend on.
       shape: rows, tokens of a row, width.
       shard_bytes: size of a shard of a new cache; a shard has at least one row.

@@ -58,10 +58,6 @@ def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
     So bos appears only if the template writes it. What `hide_marks` hid becomes plain text.
 
-    Args:
-      tokenizer: tokenizer of the target.
-      texts: chats as rendered by their template, or prefixes of them.
-
     Raises:
       UserError: a message spells out a special token that the tokenizer cannot tell apart.
     """

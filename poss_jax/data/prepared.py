@@ -55,10 +55,6 @@ def prepare(
     """Makes the rows of a run, or reads the ones it made before.
 
     Args:
-      folder: folder of the run.
-      config: the data.
-      tokenizer: tokenizer of the target.
-      vocab_size: vocabulary size of the target.
       load: returns the documents; None reads them as `config` says.
       stop_ids: tokens that end a text of the target, besides the tokenizer's eos.
 
@@ -91,8 +87,10 @@ def make_prepared(
         documents = _fit_chats(documents, template)
     elif isinstance(first, str):
         _refuse_spelled_out(documents.train, config, tokenizer)
-    packing = config.packing or _default_packing(first)
-    if isinstance(first, Tokens) and first.file and packing != "none":
+    has_features = isinstance(first, Tokens) and first.file != ""
+    usual = "none" if has_features else "stream" if isinstance(first, str) else "documents"
+    packing = config.packing or usual
+    if has_features and packing != "none":
         raise UserError(f"data.packing {packing}: a file of features fills a row alone; want none")
     parts = {name: _Part(config, packing, vocab_size, tally) for name in _PARTS}
     for name, part in parts.items():
@@ -134,12 +132,6 @@ def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
             else:
                 kept.append(fitted)
     return Documents(**parts, tally=tally)
-
-
-def _default_packing(first: Document) -> str:
-    if isinstance(first, Tokens) and first.file:
-        return "none"
-    return "stream" if isinstance(first, str) else "documents"
 
 
 class _Part:

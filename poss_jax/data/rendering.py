@@ -84,9 +84,6 @@ def render_steps(
     """Renders prefixes of a chat as `tokenizer.apply_chat_template` does.
 
     Args:
-      tokenizer: tokenizer of the target.
-      messages: messages of the chat, all their fields.
-      steps: prefixes to render.
       template: text of the template; None takes the tokenizer's own.
       tools: JSON schemas of what the assistant may call.
       variables: further values for the template, and `continue_final_message` to leave the last
@@ -98,7 +95,9 @@ def render_steps(
     """
     try:
         chosen = tokenizer.get_chat_template(template, tools)
-        chat = json.dumps([_without_none(message) for message in messages])
+        # As transformers, without keys that have no value.
+        given = [{k: one[k] for k in one if one[k] is not None} for one in messages]
+        chat = json.dumps(given)
         offered = json.dumps([tools, dict(variables)])
     except (ValueError, TypeError, RecursionError) as error:
         raise RenderError(one_line(error)) from error
@@ -196,11 +195,6 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes, num_lines: int) 
         return []
     lines = (process.stdout.readline() for _ in range(num_lines))
     return [line for line in lines if line.endswith(b"\n")]
-
-
-def _without_none(message: dict[str, Any]) -> dict[str, Any]:
-    """Drops keys without a value, as transformers does."""
-    return {key: value for key, value in message.items() if value is not None}
 
 
 _WORKER = _Worker()

@@ -37,7 +37,6 @@ def make_rows(sequences: Sequence[Tokens], length: int, packing: str) -> Rows:
 
     Args:
       sequences: tokenised documents; for `documents` and `none` no longer than a row.
-      length: T.
       packing: `stream` (concatenated and cut into rows that count as one document each; an
         incomplete last row is dropped), `documents` (several whole ones per row) or `none` (one
         per row).
@@ -69,13 +68,9 @@ def make_rows(sequences: Sequence[Tokens], length: int, packing: str) -> Rows:
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Fills rows with documents: longest first, best fit.
+    """Fills rows with documents of at most their `size`: longest first, best fit.
 
     lengths 5 3 2 4, size 7   ->   rows [0 2] [1 3]
-
-    Args:
-      lengths: lengths of the documents; none is above `size`.
-      size: length of a row.
 
     Returns:
       Documents of every row; both in the order of the documents.

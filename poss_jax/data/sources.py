@@ -74,7 +74,6 @@ def load_documents(config: DataConfig, width: int | None = None) -> Documents:
     (other sources), so the split survives added documents, and duplicates are on one side.
 
     Args:
-      config: the data.
       width: width that stored features must have; None: any.
 
     Raises:
@@ -124,10 +123,5 @@ def _is_held_out(key: str, config: DataConfig) -> bool:
     if config.held_out:
         return package in config.held_out
     decides = key if config.packages is None else package
-    return _hash_fraction(decides) < config.validation_fraction
-
-
-def _hash_fraction(key: str) -> float:
-    """Maps a string to [0, 1), the same on every machine."""
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    digest = hashlib.blake2b(decides.encode(), digest_size=8).digest()  # the same everywhere
+    return int.from_bytes(digest, "big") / 2**64 < config.validation_fraction

@@ -96,9 +96,7 @@ class ChatTemplate:
         """Opens a template.
 
         Args:
-          tokenizer: tokenizer of the target.
           name: None (the tokenizer's own), a key of `BUILT_IN`, or the path of a Jinja file.
-          system_prompt: system message of chats that have none.
           stop_ids: tokens that end a text of the target, besides the tokenizer's eos.
 
         Raises:

@@ -34,9 +34,7 @@ def train_tokenizer(
     Only the first `TOKENIZER_SAMPLE_CHARACTERS` of the texts are used.
 
     Args:
-      texts: documents.
       vocab_size: number of tokens, including 256 bytes and 3 special tokens.
-      folder: folder for the tokenizer's files; made if missing.
 
     Raises:
       UserError: the vocabulary cannot hold bytes and special tokens.

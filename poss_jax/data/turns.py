@@ -83,8 +83,6 @@ def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) ->
     """Finds the marks that a template writes around answers.
 
     Args:
-      write: renders with the template.
-      special: matches special tokens.
       stops: tokens at which the model stops.
 
     Returns:
