@@ -16,8 +16,8 @@ import numpy as np
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.convert.hf import contradiction, count_layers, read_layer, read_window
-from poss_jax.convert.names import DRAFT_EMBEDDING, FC, QUERY, slots_by_key
-from poss_jax.convert.reading import NAMED_EAGLE3, Reading, check_keys, read_metadata
+from poss_jax.convert.names import DRAFT_EMBEDDING, FC, QUERY
+from poss_jax.convert.reading import NAMED_EAGLE3, Reading, read_metadata, read_weights
 from poss_jax.convert.source import Source
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -96,23 +96,19 @@ def read_eagle3(source: Source) -> Reading:
     given_as = {"target_size": f"{origin}/config.json: target_hidden_size"}
     config = build_config(DraftConfig, values, origin=origin, given_as=given_as)
     assert isinstance(config, DraftConfig)
-    slots = slots_by_key(config)
-    names, metadata = source.names, read_metadata(source)
-    plain = {name: source.tensors[key] for name, key in names.items() if name not in _MAPS}
-    copies = {} if config.has_embedding else {DRAFT_EMBEDDING: "embed"}
-    embedding = dict.fromkeys(copies, (layer.vocab_size, layer.hidden_size))
-    check_keys(f"{origin}: read as an EAGLE-3 draft", plain, slots, embedding)
-    _check_maps(source, config)
-    return Reading(
+    metadata = read_metadata(source)
+    reading = read_weights(
         source,
         config,
-        slots={names[name]: slot for name, slot in slots.items()},
-        dropped={names[name]: why for name, why in _MAPS.items() if name in names},
-        copies={names[name]: item for name, item in copies.items() if name in names},
+        copies={} if config.has_embedding else {DRAFT_EMBEDDING: "embed"},
+        dropped=_MAPS,
+        kind=": read as an EAGLE-3 draft",
         assumed=(*assumed, *more, *([] if metadata else _assume_sound_training(source))),
         metadata=metadata,
         read_vocabulary=partial(_read_vocabulary, source, config),
     )
+    _check_maps(source, config)
+    return reading
 
 
 def _read_settings(source: Source, hidden_size: int) -> tuple[dict[str, Any], list[str]]:

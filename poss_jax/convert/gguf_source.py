@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 
 from poss_jax.config.reading import UserError, shorten
-from poss_jax.convert.gguf_file import (
-    GgufFile,
-    StoredTensor,
-    find_gguf,
-    make_scratch,
-    open_gguf,
-    shortest,
-)
+from poss_jax.convert.gguf_file import GgufFile, StoredTensor, make_scratch, shortest
 from poss_jax.convert.gguf_tokenizer import TOKENS, stop_ids, write_tokenizer
 from poss_jax.convert.source import LazyTensor, Source
 
@@ -116,16 +109,6 @@ class GgufSource(Source):
         folder = make_scratch()
         write_tokenizer(self.gguf, folder)
         return folder
-
-
-def open_gguf_source(path: Path) -> GgufSource | None:
-    """Opens the GGUF file that a source is or holds; None if there is none.
-
-    Raises:
-      UserError: as `find_gguf` and `open_gguf`.
-    """
-    file = find_gguf(path)
-    return None if file is None else GgufSource(file.stem, None, file, gguf=open_gguf(file))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ own tokenizer does. `docs/checkpoints.md` says where `transformers` differs.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from poss_jax.convert.gguf_file import GgufFile
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from tokenizers.pre_tokenizers import PreTokenizer
 
 TOKENS = "tokenizer.ggml.tokens"
 
@@ -138,7 +137,7 @@ def _special_ids(gguf: GgufFile) -> dict[str, int]:
 
 
 def _byte_level(gguf: GgufFile) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = gguf.metadata.get("tokenizer.ggml.pre")
     if name not in _PATTERNS:
@@ -151,7 +150,9 @@ def _byte_level(gguf: GgufFile) -> "Tokenizer":
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
     if name in _NORMALISED:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*_cut(_PATTERNS[name])])
+    words = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in _PATTERNS[name]]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -159,14 +160,6 @@ def _byte_level(gguf: GgufFile) -> "Tokenizer":
 def _split_merge(merge: str) -> tuple[str, str]:
     left, _, right = merge[1:].partition(" ")  # the first character may be a space itself
     return merge[:1] + left, right
-
-
-def _cut(patterns: Sequence[str]) -> "Iterator[PreTokenizer]":
-    from tokenizers import Regex, pre_tokenizers
-
-    for pattern in patterns:
-        yield pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    yield pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> "Tokenizer":

@@ -22,7 +22,7 @@ from poss_jax.convert.names import (
     slots_by_key,
     source_key,
 )
-from poss_jax.convert.reading import NAMED_EAGLE3, Reading, check_keys, read_metadata
+from poss_jax.convert.reading import NAMED_EAGLE3, Reading, check_keys, read_metadata, read_weights
 from poss_jax.convert.rope import read_rope
 from poss_jax.convert.source import Source
 
@@ -257,8 +257,7 @@ _COPIES = {DRAFT_EMBEDDING: "embed", DRAFT_HEAD: "head"}
 
 def read_draft(source: Source) -> Reading:
     """Reads an EAGLE, EAGLE-2, HASS or PosS draft, with or without a wrapper and prefixes."""
-    origin, name = str(source.folder), NAMED_EAGLE3(source)
-    if name is not None:
+    if (name := NAMED_EAGLE3(source)) is not None:
         layout = f"have EAGLE-2's layout ({QUERY} {list(source.shapes[QUERY])})"
         raise contradiction(source, f"EAGLE-3 ({name})", layout)
     layer, assumed = read_layer(source)
@@ -267,19 +266,8 @@ def read_draft(source: Source) -> Reading:
     kv = (metadata and metadata.kv) or "per_specialist"
     values = {"layer": layer, "fc_bias": FC_BIAS in source.names, "kv": kv}
     values |= {"positions_per_specialist": (1,) * count_layers(source)}
-    config = build_config(DraftConfig, values, origin=origin)
-    slots = slots_by_key(config)
-    copies = dict.fromkeys(_COPIES, (layer.vocab_size, layer.hidden_size))
-    plain = {name: source.tensors[key] for name, key in source.names.items()}
-    check_keys(origin, plain, slots, copies)
-    return Reading(
-        source,
-        config,
-        slots={source.names[name]: slot for name, slot in slots.items()},
-        copies={source.names[name]: item for name, item in _COPIES.items() if name in source.names},
-        assumed=tuple(assumed),
-        metadata=metadata,
-    )
+    config = build_config(DraftConfig, values, origin=str(source.folder))
+    return read_weights(source, config, copies=_COPIES, assumed=tuple(assumed), metadata=metadata)
 
 
 def contradiction(source: Source, said: str, found: str) -> UserError:

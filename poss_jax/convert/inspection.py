@@ -25,7 +25,7 @@ from poss_jax.convert.reading import (
     model_names,
     place_specialists,
 )
-from poss_jax.convert.source import Source, cut_tensors, open_source
+from poss_jax.convert.source import Source, open_source
 from poss_jax.model.parameters import flatten_item
 
 
@@ -95,6 +95,8 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
     found = Inspection(source)
     try:
         _describe_reading(found, read_checkpoint(opened))
+        if found.family == "target":
+            opened.check_tokenizer()
     except UserError as error:
         found.refused = str(error)
         _list_unknown(found, opened)
@@ -132,36 +134,23 @@ def _command(found: Inspection, revision: str | None) -> str:
 
 
 def _describe_reading(found: Inspection, reading: Reading) -> None:
-    found.family = "target" if isinstance(reading.config, LlamaConfig) else "draft"
-    if isinstance(reading.config, LlamaConfig):
-        found.add("holds", f"a target of {reading.config.num_layers} layers")
-        _describe_layers(found, reading.config)
+    config = reading.config
+    if isinstance(config, LlamaConfig):
+        found.family = "target"
+        _describe_model(found, config)
     else:
-        _describe_draft(found, reading, reading.config)
-    notes = {key: f"(not stored: {why})" for key, why in reading.dropped.items()}
-    notes |= dict.fromkeys(reading.copies, "(a copy of the target's)")
-    tensors = cut_tensors(reading.source.tensors, reading.slots)
-    found.rows = [
-        Row(key, notes.get(key) or str(reading.slots[key]), t.shape, t.dtype)
-        for key, t in tensors.items()
-    ]
-    if isinstance(reading.config, LlamaConfig):
-        reading.source.check_tokenizer()
-
-
-def _describe_draft(found: Inspection, reading: Reading, config: DraftConfig) -> None:
-    found.assumed = reading.assumed
-    try:
-        placed = place_specialists(reading)
-        found.method, found.assumed = placed.draft.method, placed.assumed
-        found.add("holds", _show_draft(placed.draft))
-    except UserError as error:
-        found.needs = str(error)
-        found.add("holds", f"a PosS draft of {config.num_specialists} specialists")
-    _describe_layers(found, config.layer)
-    published = find_published(reading.source)
-    if published:
-        found.add("for the target", PUBLISHED[published[0]].target)
+        found.family, found.assumed = "draft", reading.assumed
+        try:
+            reading = place_specialists(reading)
+            found.method, found.assumed = reading.draft.method, reading.assumed
+            _describe_model(found, reading.draft)
+        except UserError as error:
+            found.needs = str(error)
+            found.add("holds", f"a PosS draft of {config.num_specialists} specialists")
+            _describe_layers(found, config.layer)
+        if published := find_published(reading.source):
+            found.add("for the target", PUBLISHED[published[0]].target)
+    found.rows = reading.rows()
 
 
 def _list_unknown(found: Inspection, source: Source) -> None:
@@ -193,12 +182,7 @@ def _count_types(types: Iterable[str]) -> str:
 def _inspect_model(folder: AnyPath, *, verify: bool) -> Inspection:
     record = verify_model(folder) if verify else read_record(folder)
     found = Inspection(str(folder), record.family, record.method)
-    if isinstance(record.config, DraftConfig):
-        found.add("holds", f"a model folder: {_show_draft(record.config)}")
-        _describe_layers(found, record.config.layer)
-    else:
-        found.add("holds", f"a model folder: a target of {record.config.num_layers} layers")
-        _describe_layers(found, record.config)
+    _describe_model(found, record.config, "a model folder: ")
     found.rows = [
         Row("/".join((item, *path)), "", array.shape, array.dtype.name)
         for item in record.items
@@ -249,6 +233,15 @@ def _show_draft(config: DraftConfig) -> str:
         + (f", for a target of width {config.target_size}" if config.target_size else "")
         + "".join(f", {field} {value}" for field, value in config.other_norms.items())
     )
+
+
+def _describe_model(found: Inspection, config: LlamaConfig | DraftConfig, kind: str = "") -> None:
+    if isinstance(config, DraftConfig):
+        found.add("holds", f"{kind}{_show_draft(config)}")
+        _describe_layers(found, config.layer)
+    else:
+        found.add("holds", f"{kind}a target of {config.num_layers} layers")
+        _describe_layers(found, config)
 
 
 def _describe_layers(found: Inspection, config: LlamaConfig) -> None:

@@ -1,6 +1,6 @@
 """A conversion that is checked and ready: the model to write, and the stream of its items."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -93,7 +93,7 @@ def plan_target(
         )
     identity = target_identity(*opened.identity, embedding, head)
     record = new_record(config, identity, tokenizer_from=tokenizer, quantised=quantise)
-    return _convert(reading, record, reading.dropped, dtype, tokenizer)
+    return _convert(reading, record, dtype, tokenizer)
 
 
 def plan_draft(
@@ -124,7 +124,7 @@ def plan_draft(
     check_fit(f"draft {reading.source.folder}", reading.draft, target_record)
     reading = _place_aux_layers(reading, target_record.llama.num_layers)
     config = reading.draft
-    dropped = {**reading.dropped, **_compare_copies(reading, target, target_record)}
+    _compare_copies(reading, target, target_record)
     vocabulary = reading.read_vocabulary()
     if vocabulary is None and reading.metadata:
         vocabulary = reading.metadata.draft_vocabulary
@@ -134,7 +134,7 @@ def plan_draft(
     if draft_vocabulary is not None:
         tokens = read_draft_vocabulary(draft_vocabulary, target_record.llama.vocab_size)
         record = with_vocabulary(record, tokens.tolist(), origin=source)
-    conversion = _convert(reading, record, dropped, dtype, target)
+    conversion = _convert(reading, record, dtype, target)
     rope, target_rope = config.layer.rope, target_record.llama.rope
     if rope == target_rope:
         return conversion
@@ -213,7 +213,7 @@ def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
     return replace(reading, config=replace(reading.draft, aux_layers=layers), assumed=assumed)
 
 
-def _compare_copies(reading: Reading, target: AnyPath, record: ModelRecord) -> dict[str, str]:
+def _compare_copies(reading: Reading, target: AnyPath, record: ModelRecord) -> None:
     """Checks that a draft's copies of the target's weights are equal: they are not stored."""
     for key, item in reading.copies.items():
         item = "embed" if record.llama.tie_embeddings else item
@@ -232,22 +232,13 @@ def _compare_copies(reading: Reading, target: AnyPath, record: ModelRecord) -> d
                 f"{record.target.name}; give the target it was trained for"
                 f"{or_keep if reading.draft.family == 'eagle3' else ''}"
             )
-    return dict.fromkeys(reading.copies, "equals the target's")
 
 
 def _convert(
-    reading: Reading,
-    record: ModelRecord,
-    dropped: Mapping[str, str],
-    dtype: DType,
-    tokenizer_from: AnyPath,
+    reading: Reading, record: ModelRecord, dtype: DType, tokenizer_from: AnyPath
 ) -> Conversion:
-    slots = reading.slots
+    slots, rows = reading.slots, reading.rows(dtype)
     tensors = cut_tensors(reading.source.tensors, slots)
-    rows = [
-        Row(key, str(slot), slot.shape, tensors[key].dtype if dtype == "keep" else dtype)
-        for key, slot in slots.items()
-    ]
     cast = None if dtype == "keep" else np.dtype(dtype)
     kept = None if record.quantised else cast  # what is quantised is rounded once
     items = (
@@ -258,10 +249,6 @@ def _convert(
         is_tied = record.llama.tie_embeddings
         rows = _quantised_rows(rows, record.quantised, is_tied=is_tied)
         items = quantise_items(items, record.quantised, dtype=cast, is_tied=is_tied)
-    rows += [
-        Row(key, f"(not stored: {why})", tensors[key].shape, tensors[key].dtype)
-        for key, why in dropped.items()
-    ]
     return Conversion(record, rows, items, tokenizer_from, reading.assumed)
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict
@@ -12,8 +13,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from poss_jax.config.models import DraftConfig, LlamaConfig, Spans
 from poss_jax.config.numbers import CountOrZero, Depth
 from poss_jax.config.reading import UserError, build_config, change_config, shorten
-from poss_jax.convert.names import Slot, join_rows
-from poss_jax.convert.source import LazyTensor, Source
+from poss_jax.convert.names import Slot, join_rows, slots_by_key
+from poss_jax.convert.source import LazyTensor, Source, cut_tensors
 
 DType = Literal["keep", "float32", "bfloat16", "float16"]
 """Type to store the weights in."""
@@ -53,6 +54,22 @@ def read_metadata(source: Source) -> DraftMetadata | None:
     return build_config(DraftMetadata, values, origin=origin)
 
 
+class Row(NamedTuple):
+    """One line of the table of what goes where.
+
+    Attributes:
+      key: name in the source.
+      path: our path, or the reason why the tensor is not stored.
+      shape: shape in the source and in our format alike.
+      dtype: type that is stored; the source's type if the tensor is not stored.
+    """
+
+    key: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass(frozen=True)
 class Reading:
     """A checkpoint whose weights have the names, shapes and types that its config wants.
@@ -90,21 +107,46 @@ class Reading:
         assert isinstance(self.config, DraftConfig)
         return self.config
 
+    def rows(self, dtype: DType = "keep") -> list[Row]:
+        """Lists what is stored, in this type, and then what is not and why."""
+        tensors = cut_tensors(self.source.tensors, self.slots)
+        notes = {**self.dropped, **dict.fromkeys(self.copies, "a copy of the target's")}
+        stored = [
+            Row(key, str(slot), slot.shape, tensors[key].dtype if dtype == "keep" else dtype)
+            for key, slot in self.slots.items()
+        ]
+        return stored + [
+            Row(key, f"(not stored: {why})", tensors[key].shape, tensors[key].dtype)
+            for key, why in notes.items()
+        ]
 
-class Row(NamedTuple):
-    """One line of the table of what goes where.
 
-    Attributes:
-      key: name in the source.
-      path: our path, or the reason why the tensor is not stored.
-      shape: shape in the source and in our format alike.
-      dtype: type that is stored; the source's type if the tensor is not stored.
+def read_weights(
+    source: Source,
+    config: DraftConfig,
+    *,
+    copies: Mapping[str, str],
+    dropped: Mapping[str, str] = MappingProxyType({}),
+    kind: str = "",
+    **more: Any,
+) -> Reading:
+    """Checks the weights of a draft and finds the place of each.
+
+    Args:
+      copies: see `Reading`, by plain name, as far as there are such weights.
+      dropped: likewise; these weights are not checked.
+      kind: what the draft is read as, for messages.
+      more: the other fields of the reading.
     """
-
-    key: str
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
+    slots, names = slots_by_key(config), source.names
+    plain = {name: source.tensors[key] for name, key in names.items() if name not in dropped}
+    shape = (config.layer.vocab_size, config.layer.hidden_size)
+    check_keys(f"{source.folder}{kind}", plain, slots, dict.fromkeys(copies, shape))
+    by_key = [
+        {names[name]: value for name, value in one.items() if name in names}
+        for one in (slots, dropped, copies)
+    ]
+    return Reading(source, config, *by_key, **more)
 
 
 def check_keys(

@@ -199,7 +199,8 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
 
 
 def _open_local(path: Path, revision: str | None, *, weights: bool) -> Source:
-    from poss_jax.convert.gguf_source import open_gguf_source  # it builds on this module
+    from poss_jax.convert.gguf_file import find_gguf, open_gguf  # they build on this module
+    from poss_jax.convert.gguf_source import GgufSource
 
     if revision is not None:
         raise UserError(
@@ -212,9 +213,9 @@ def _open_local(path: Path, revision: str | None, *, weights: bool) -> Source:
             "PyTorch checkpoint"
         )
     if path.is_file() or _find_weights(path) is None:
-        gguf = open_gguf_source(path)
-        if gguf is not None:
-            return gguf
+        file = find_gguf(path)
+        if file is not None:
+            return GgufSource(file.stem, None, file, gguf=open_gguf(file))
     if path.is_file():
         raise UserError(f"source {path} is a file; give the folder it is in, with config.json")
     _verify(path, _SMALL_FILES)
