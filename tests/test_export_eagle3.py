@@ -283,7 +283,7 @@ def test_what_a_layout_cannot_hold(
         ),
         (
             {"format": "speculators", "specialist": 0, "verifier": "nowhere"},
-            "nowhere is no folder or Hub id; give --verifier DIR_OR_HUB_ID",
+            "nowhere is no Hub id or folder with config.json; give --verifier DIR_OR_HUB_ID",
         ),
     ],
 )
@@ -316,10 +316,14 @@ def test_the_verifier_is_found_from_anywhere(
     monkeypatch.chdir(tmp_path)
     draft, target = three.draft_folder, three.target_folder
     plan = partial(plan_export, draft, form="speculators", target=target, specialist=0)
-    with pytest.raises(UserError, match="target is no folder or Hub id; give --verifier"):
+    with pytest.raises(
+        UserError, match=r"target is no Hub id or folder with config\.json; give --v"
+    ):
         plan()
     Path("empty").mkdir()
-    with pytest.raises(UserError, match="--verifier empty: want a PyTorch checkpoint, got a fol"):
+    with pytest.raises(
+        UserError, match=r"empty is no Hub id or folder with config\.json; give --ve"
+    ):
         plan(verifier="empty")
     run("export", model=target, output="hf")
     verifier = plan(verifier="hf").config["speculators_config"]["verifier"]

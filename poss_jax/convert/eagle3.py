@@ -96,15 +96,14 @@ def read_eagle3(source: Source) -> Reading:
     given_as = {"target_size": f"{origin}/config.json: target_hidden_size"}
     config = build_config(DraftConfig, values, origin=origin, given_as=given_as)
     assert isinstance(config, DraftConfig)
-    metadata = read_metadata(source)
     reading = read_weights(
         source,
         config,
         copies={} if config.has_embedding else {DRAFT_EMBEDDING: "embed"},
         dropped=_MAPS,
         kind=": read as an EAGLE-3 draft",
-        assumed=(*assumed, *more, *([] if metadata else _assume_sound_training(source))),
-        metadata=metadata,
+        assumed=(*assumed, *more),
+        metadata=read_metadata(source),
         read_vocabulary=partial(_read_vocabulary, source, config),
     )
     _check_maps(source, config)
@@ -221,18 +220,6 @@ def _check_layers(layers: Any, origin: str, *, shift: int = 0) -> tuple[int, ...
     if not isinstance(layers, list) or not all(type(n) is int and n >= 0 for n in layers):
         raise UserError(f"{origin}: {AUX_KEY}: want a list of layers, got {shorten(layers)}")
     return tuple(layer + shift for layer in layers)
-
-
-def _assume_sound_training(source: Source) -> list[str]:
-    """Names faults of SpecForge's training that the files of a draft do not show."""
-    is_inner = any(key.startswith("midlayer.") for key in source.tensors)
-    is_modelopt = "use_aux_hidden_state" in _eagle_config(source)
-    if not is_inner or is_modelopt or NAMED_EAGLE3(source) is None:
-        return []
-    return [
-        "training outside of the weeks in which SpecForge trained wrongly (docs/checkpoints.md), "
-        "because the files do not say when it was"
-    ]
 
 
 def _eagle_config(source: Source) -> Mapping[str, Any]:

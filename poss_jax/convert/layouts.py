@@ -291,19 +291,14 @@ def _propose(draft: Outgoing, algorithm: str) -> dict[str, Any]:
 def _find_verifier(draft: Outgoing) -> str:
     """Names the target's checkpoint so that other programs find it: a Hub id or a whole path."""
     asked = draft.verifier
-    if asked is not None and (folder := Path(asked).expanduser()).is_dir():
-        if (folder / "config.json").is_file():
-            return str(folder.resolve())
-        raise UserError(
-            f"--verifier {asked}: want a PyTorch checkpoint, got a folder without config.json; "
-            "export the target, and name the folder that this writes"
-        )
+    if asked is not None and (folder := Path(asked).expanduser() / "config.json").is_file():
+        return str(folder.parent.resolve())
     name = asked or draft.target.target.name
     if HUB_ID.fullmatch(name):
         return name
     raise UserError(
-        f"{draft.origin} says where the target's PyTorch checkpoint is, and {name} is no folder or "
-        "Hub id; give --verifier DIR_OR_HUB_ID, such as the folder that exporting the target wrote"
+        f"{draft.origin} says where the target's PyTorch checkpoint is, and {name} is no Hub id or "
+        "folder with config.json; give --verifier DIR_OR_HUB_ID, such as an exported target"
     )
 
 

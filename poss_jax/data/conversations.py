@@ -322,14 +322,11 @@ def _read_pair(record: dict[str, Any]) -> Chat | Broken:
     keys = _pair_keys(record)
     if keys is None:
         return Broken("no question and answer")
-    question, answer = _read_question(record), record[keys[1]]
+    question = _read_question(record)
+    answer = _read_turn({"role": "assistant", "content": record[keys[1]]}, after="user")
     if isinstance(question, Broken):
         return question
-    if not isinstance(answer, str):
-        return Broken("a turn without text")
-    if not answer.strip():
-        return Broken("an empty turn")
-    return _make_chat(record, [question, {"role": "assistant", "content": answer}])
+    return answer if isinstance(answer, Broken) else _make_chat(record, [question, answer])
 
 
 def _read_question(record: dict[str, Any]) -> Message | Broken:

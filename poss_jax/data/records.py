@@ -11,12 +11,9 @@ from typing import Any
 
 from poss_jax.config.data import DataConfig
 from poss_jax.config.json_reading import JsonError, check_text, parse_json
-from poss_jax.config.paths import AnyPath, as_path, file_size, local_path, read_text
+from poss_jax.config.paths import AnyPath, as_path, local_path, read_text
 from poss_jax.config.reading import UserError, one_line
 from poss_jax.data.files import existing_files, matching_files
-
-LONGEST_RECORD = 1 << 26  # bytes; no conversation is longer
-LARGEST_LIST = 1 << 30  # bytes; reading takes several times as much memory
 
 _SKIPPED = re.compile(  # other people's code, tests, and files that are tables
     r"(^|/)((site-packages|dist-packages|tests?|idlelib|turtledemo|lib2to3|ensurepip|_bundled|"
@@ -129,12 +126,6 @@ def _read_json(path: AnyPath) -> Iterator[tuple[str, Record]]:
 
 
 def _read_list(path: AnyPath) -> Iterator[tuple[str, Record]]:
-    size = file_size(path)
-    if size > LARGEST_LIST:
-        raise UserError(
-            f"{path}: want a JSON list of at most {LARGEST_LIST:,} bytes, got {size:,}; write it "
-            "as JSON lines (one object per line), of which one is held at a time"
-        )
     try:
         values = parse_json(path.read_bytes(), checks_text=False)
     except JsonError as error:
@@ -149,15 +140,9 @@ def _read_list(path: AnyPath) -> Iterator[tuple[str, Record]]:
 
 
 def _read_lines(path: AnyPath) -> Iterator[tuple[str, Record]]:
-    number = 0
     with path.open("rb") as file:
-        while line := file.readline(LONGEST_RECORD):
-            number += 1
-            if len(line) == LONGEST_RECORD and not line.endswith(b"\n"):
-                while (rest := file.readline(LONGEST_RECORD)) and not rest.endswith(b"\n"):
-                    pass
-                yield f"{path}:{number}", Broken("line too long", f"above {LONGEST_RECORD} bytes")
-            elif line.strip():
+        for number, line in enumerate(file, start=1):
+            if line.strip():
                 yield f"{path}:{number}", _parse_line(line)
 
 
