@@ -1,4 +1,4 @@
-"""The reading of a checkpoint: signs of its format, its config, and the place of every weight."""
+"""The reading of a checkpoint: its config, and the place of every weight; published drafts."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -142,11 +142,11 @@ def read_weights(
     plain = {name: source.tensors[key] for name, key in names.items() if name not in dropped}
     shape = (config.layer.vocab_size, config.layer.hidden_size)
     check_keys(f"{source.folder}{kind}", plain, slots, dict.fromkeys(copies, shape))
-    by_key = [
-        {names[name]: value for name, value in one.items() if name in names}
-        for one in (slots, dropped, copies)
-    ]
-    return Reading(source, config, *by_key, **more)
+
+    def by_key(by_name: Mapping[str, Any]) -> dict[str, Any]:
+        return {names[name]: value for name, value in by_name.items() if name in names}
+
+    return Reading(source, config, by_key(slots), by_key(dropped), by_key(copies), **more)
 
 
 def check_keys(

@@ -397,17 +397,16 @@ def check_blob(path: Path) -> bool:
         return False
     if _SHA256.fullmatch(blob.name):
         check_file(path, blob.name, "the Hub")
-    elif _GIT_SHA1.fullmatch(blob.name):
-        content = path.read_bytes()
-        digest = hashlib.sha1(b"blob %d\0" % len(content), usedforsecurity=False)
-        digest.update(content)
-        if digest.hexdigest() != blob.name:
-            raise UserError(
-                f"{path}: the Hub says git SHA-1 {blob.name}, got {digest.hexdigest()}; the file "
-                "is damaged, delete it from the cache and fetch it again"
-            )
-    else:
+        return True
+    if not _GIT_SHA1.fullmatch(blob.name):
         return False
+    content = path.read_bytes()
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    if git != blob.name:
+        raise UserError(
+            f"{path}: the Hub says git SHA-1 {blob.name}, got {git}; the file is damaged, delete "
+            "it from the cache and fetch it again"
+        )
     return True
 
 
