@@ -153,10 +153,10 @@ def test_rope_spellings(values, want):
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"hidden_size": 9}, "is not a multiple of 2 heads"),
-        ({"hidden_size": 10**12 + 1}, "hidden_size: Input should be less than 2147483648"),
-        ({"num_attention_heads": 10**12}, "num_attention_heads: Input should be less than"),
+        ({"hidden_size": 10**12 + 1}, "hidden_size 1000000000001 is not a multiple of 2 heads"),
+        ({"num_attention_heads": 10**12}, "hidden_size 8 is not a multiple of 1000000000000 heads"),
         ({"eos_token_id": [1] * 65}, "eos_token_id: want at most 64, got 65"),
-        ({"num_attention_heads": 0}, "want counts"),
+        ({"num_attention_heads": 0}, "num_attention_heads: Input should be greater than 0, got 0"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "not a multiple"),
     ],
 )
