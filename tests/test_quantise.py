@@ -29,7 +29,7 @@ from programs import DRAFT, Runs, config_file, copy_model, generate, refusal, su
 from infer.bench.measure import load_decoders
 from infer.generate import main as generate_main
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
-from poss_jax.checkpoint.folder import load_target, read_target, verify_model
+from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target, verify_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import DraftConfig, MeshConfig
@@ -464,7 +464,7 @@ def test_drafts_are_converted_for_a_quantised_target(tmp_path):
 
 def test_unknown_kinds(runs, tmp_path):
     with pytest.raises(UserError, match=r"^quantise: want int8 or fp8, got 'int4'$"):
-        load_target(runs.model("target"), quantise="int4")
+        check_quantisation("target", read_record(runs.model("target")), "int4")
     given = ["--target", runs.model("target"), "--prompt", "a"]
     assert "--quantise" in (message := refusal(generate_main, *given, "--quantise", "int4"))
     assert "'int8' or 'fp8'" in message

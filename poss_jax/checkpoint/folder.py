@@ -145,17 +145,23 @@ def load_target(
         that is unknown or of a target that is quantised already.
     """
     record = read_target(folder)
-    if quantise is not None and quantise not in KINDS:
-        raise UserError(f"quantise: want {' or '.join(KINDS)}, got {quantise!r}")
-    if quantise is not None and record.quantised is not None:
-        raise UserError(
-            f"target {folder} is quantised to {record.quantised} already; leave out quantise, or "
-            "give the target it was made from"
-        )
+    if quantise is not None:
+        check_quantisation(folder, record, quantise)
     names = [name for name in record.items if with_layers or "layers/" not in name]
     params = _load_params(folder, record, dtype, sharding, names, quantise)
     params.setdefault("head", {"weight": params["embed"]["weight"]})
     return replace(record, quantised=record.quantised or quantise), params
+
+
+def check_quantisation(origin: str | AnyPath, record: ModelRecord, kind: str) -> None:
+    """Raises UserError for an unknown quantisation, or one of a quantised target."""
+    if kind not in KINDS:
+        raise UserError(f"quantise: want {' or '.join(KINDS)}, got {kind!r}")
+    if record.quantised is not None:
+        raise UserError(
+            f"target {origin} is quantised to {record.quantised} already; leave out quantise, or "
+            "give the target it was made from"
+        )
 
 
 def load_draft(

@@ -96,12 +96,12 @@ class GgufSource(Source):
     @cached_property
     def values(self) -> dict[str, Any]:
         """The metadata, as config.json says it."""
-        return read_config(self.gguf)
+        return _read_config(self.gguf)
 
     @cached_property
     def tensors(self) -> dict[str, LazyTensor]:
         """The weights under Hugging Face's names; unknown ones keep theirs."""
-        return list_tensors(self.gguf)
+        return _list_tensors(self.gguf)
 
     @cached_property
     def tokenizer_folder(self) -> Path:
@@ -115,12 +115,8 @@ class GgufSource(Source):
 # The config
 
 
-def read_config(gguf: GgufFile) -> dict[str, Any]:
-    """Translates the metadata into the contents of config.json.
-
-    Raises:
-      UserError: missing keys, or keys that may change what the model computes.
-    """
+def _read_config(gguf: GgufFile) -> dict[str, Any]:
+    """Translates the metadata; refuses keys that may change what the model computes."""
     if gguf.architecture not in _ARCHITECTURES:
         return {"model_type": gguf.architecture}  # which the reader of config.json refuses
     values = {name: _number(gguf, key) for key, name in _CONFIG_KEYS.items()}
@@ -258,7 +254,7 @@ def _values_of(gguf: GgufFile, name: str) -> list[float]:
 # The weights
 
 
-def list_tensors(gguf: GgufFile) -> dict[str, LazyTensor]:
+def _list_tensors(gguf: GgufFile) -> dict[str, LazyTensor]:
     """Lists the weights under Hugging Face's names, in float32; unknown ones keep theirs."""
     heads = {
         "attn_q": gguf.of_model("attention.head_count"),

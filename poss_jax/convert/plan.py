@@ -224,13 +224,12 @@ def _compare_copies(reading: Reading, target: AnyPath, record: ModelRecord) -> N
             want = np.asarray(load_item(target, record, item)["weight"])
             is_equal = same_up_to_rounding(copy, want)
         if not is_equal:
-            or_keep = (
-                f", or keep {key} by embed_requires_grad true in config.json if it was trained"
-            )
+            advice = "give the target it was trained for"
+            if reading.draft.family == "eagle3":
+                advice += f", or keep {key} by embed_requires_grad true in config.json if trained"
             raise UserError(
                 f"{reading.source.folder}: {key} differs from the {_WORDS[item]} of the target "
-                f"{record.target.name}; give the target it was trained for"
-                f"{or_keep if reading.draft.family == 'eagle3' else ''}"
+                f"{record.target.name}; {advice}"
             )
 
 
