@@ -230,6 +230,14 @@ def test_products_of_rotated_vectors_know_distances_only():
     assert abs(products[3] - products[0]) > 1e-2
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gpus_rotate_as_others_do(dtype):
+    x, angles = normal(2, 3, 5, 16).astype(dtype), normal(2, 1, 5, 8)
+    args = x, jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+    want, got = (rotated(*args) for rotated in (layers._rotate_halves, layers._rotate_turned))
+    np.testing.assert_array_equal(np.float32(got), np.float32(want))
+
+
 # --------------------------------------------------------------------------------------------------
 # Projections
 

@@ -1,4 +1,4 @@
-"""Attention by JAX's GPU kernel: interpreted here it equals the other ways, and drafts alike."""
+"""Attention by JAX's GPU kernels: interpreted here it equals the other ways, and drafts alike."""
 
 from functools import partial
 
@@ -14,23 +14,23 @@ from test_golden import check_rounds
 from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
 from poss_jax.decode import drafting
 from poss_jax.model import target, used_rows
-from poss_jax.model.cache import attend_by, attend_cached
+from poss_jax.model.cache import attend_cached, by_kernels
 from poss_jax.model.sharding import make_mesh
-from poss_jax.model.used_rows import add_used_rows, agrees, kernel
+from poss_jax.model.used_rows import agrees, kernels
 
-pytestmark = pytest.mark.skipif(kernel() is None, reason="this version of JAX has no such kernel")
+pytestmark = pytest.mark.skipif(kernels() is None, reason="this version of JAX has no such kernels")
 
 LLAMA = tiny_llama()
 EAGLE = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
 EAGLE3 = DraftConfig(
     layer=LLAMA, positions_per_specialist=(1, 2), family="eagle3", kv="shared", aux_layers=(0, 1)
 )
-interpreted = partial(attend_by, partial(add_used_rows, interpret=True))
+interpreted = partial(by_kernels, interpret=True)
 
 
 @pytest.fixture
 def by_kernel(monkeypatch, fresh_programs):
-    """Puts the kernel in the place of every attention over a cache."""
+    """Puts the kernels in the place of every attention over a cache."""
     for module in (target, drafting):
         monkeypatch.setattr(module, "attend_cached", interpreted)
 
@@ -61,6 +61,16 @@ def test_the_kernel_equals_the_blocks(shape):
     args = arrays(*shape)
     want, got = (jax.jit(attend)(*args) for attend in (attend_cached, interpreted))
     np.testing.assert_allclose(got, want, atol=2e-6, rtol=0)
+
+
+def test_a_chunk_attends_itself_in_order():
+    *args, _ = arrays((4, 2), 320, 128, 128, [0, 65, 320])
+    in_order = jnp.tril(jnp.ones((3, 128, 128), bool))
+    got = jax.jit(interpreted)(*args, None)
+    assert "mha_forward" in str(jax.make_jaxpr(interpreted)(*args, None))
+    for can_attend in (None, in_order):
+        want = jax.jit(attend_cached)(*args, can_attend)
+        np.testing.assert_allclose(got, want, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(

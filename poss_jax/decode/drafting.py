@@ -350,7 +350,7 @@ def _attend(
     stream: int,
     q: Array,
     own: tuple[Array, Array],
-    can_attend: Array,
+    can_attend: Array | None,
 ) -> Array:
     """Attends the committed pairs of a stream that the draft may see, and own rows."""
     stored, length = (cache.k[stream], cache.v[stream]), cache.length
@@ -364,8 +364,7 @@ def _attend_in_order(
 ) -> Array:
     """As `_attend` for rows that follow the committed pairs one by one, each with its window."""
     if config.window is None:
-        B, _, T, _ = q.shape
-        return _attend(config, cache, stream, q, own, jnp.tril(jnp.ones((B, T, T), bool)))
+        return _attend(config, cache, stream, q, own, None)
     stored = cache.k[stream], cache.v[stream]
     newest, count = newest_rows(stored, cache.length, config.window, config.num_sinks)
     S, T = newest[0].shape[2], q.shape[2]

@@ -21,7 +21,13 @@ from jax.typing import DTypeLike
 from poss_jax.config.models import LlamaConfig
 from poss_jax.model.layers import NOTHING, merge_heads, rope_frequencies
 from poss_jax.model.sharding import highest_of_groups
-from poss_jax.model.used_rows import Softmax, add_used_rows, has_kernel
+from poss_jax.model.used_rows import (
+    Softmax,
+    add_used_rows,
+    attend_in_order,
+    has_blocks,
+    has_kernel,
+)
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
@@ -181,13 +187,13 @@ def attend_cached(
     stored: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
     length: Int[Array, " B"],
     own: tuple[Float[Array, "B K M H"], Float[Array, "B K M H"]],
-    can_attend: Bool[Array, "B T M"],
+    can_attend: Bool[Array, "B T M"] | None,
 ) -> Float[Array, "B T N*H"]:
     """Grouped-query attention over the committed rows of a layer and the forward's own ones.
 
     A running softmax goes over blocks of the cache up to the longest sequence, so time follows the
     rows in use, not the allocated ones. A small cache is one block. On a GPU, where a loop of
-    unknown length asks the host, a kernel takes its place (`used_rows`); where there is none, any
+    unknown length asks the host, kernels take its place (`used_rows`); where there are none, any
     cache is one block, unless many queries attend a long one, whose scores would take gigabytes.
 
     Args:
@@ -195,7 +201,8 @@ def attend_cached(
       stored: keys and values of the cache; each query attends rows below `length`.
       length: committed rows of each sequence.
       own: keys and values of the forward's rows; M may be 0 if `length` is not.
-      can_attend: which own rows each query attends; it must attend at least one row in all.
+      can_attend: which own rows each query attends; it must attend at least one row in all. None:
+        its own row and the ones before.
     """
     size = stored[0].shape[2]
     args = q, stored, length, own, can_attend
@@ -204,7 +211,7 @@ def attend_cached(
         return whole(*args)
     blocks, tpu = (_by_blocks(block_rows(size, least)) for least in (128, 512))
     gpu = tpu if q.shape[2] > _FEW_QUERIES and size > _LONG else whole
-    cuda = partial(attend_by, add_used_rows) if has_kernel(q, stored[0]) else gpu
+    cuda = by_kernels if has_kernel(q, stored[0]) else gpu
     return lax.platform_dependent(*args, cuda=cuda, rocm=gpu, tpu=tpu, default=blocks)
 
 
@@ -222,33 +229,61 @@ def block_rows(size: int, least: int = 128) -> int:
     return size if size <= 2 * block else block
 
 
+def by_kernels(
+    q: Array,
+    stored: tuple[Array, Array],
+    length: Array,
+    own: tuple[Array, Array],
+    can_attend: Array | None,
+    *,
+    interpret: bool = False,
+) -> Array:
+    """`attend_cached` by the kernels for GPUs."""
+    attend_own = _attend_own
+    if can_attend is None and has_blocks(q.shape[2]):
+        attend_own = partial(attend_in_order, interpret=interpret)
+    add_stored = partial(add_used_rows, interpret=interpret)
+    # Without the barrier XLA computes the queries once for each of their users.
+    args = lax.optimization_barrier(q), stored, length, own, can_attend
+    return _attend_by(attend_own, add_stored, *args)
+
+
 def _by_blocks(block: int) -> Callable[..., Array]:
-    return partial(attend_by, partial(_add_blocks, block))
+    return partial(_attend_by, _attend_own, partial(_add_blocks, block))
 
 
-def attend_by(
+def _attend_by(
+    attend_own: Callable[[Array, Array, Array, Array | None], Softmax],
     add_stored: Callable[[Softmax, Array, tuple[Array, Array], Array], Softmax],
     q: Array,
     stored: tuple[Array, Array],
     length: Array,
     own: tuple[Array, Array],
-    can_attend: Array,
+    can_attend: Array | None,
 ) -> Array:
-    """`attend_cached` with one way of adding the committed rows to the softmax."""
+    """`attend_cached` with one way of attending the own rows and one of adding the committed."""
     B, N, T, H = q.shape
     K = stored[0].shape[1]
     rows = q.reshape(B, K, N // K, T, H)  # the queries of a group are rows of one product
+    softmax = attend_own(rows, *own, can_attend)
+    _, total, mean = add_stored(softmax, rows, stored, length)
+    return merge_heads((mean / total).astype(q.dtype).reshape(B, N, T, H))
+
+
+def _attend_own(rows: Array, k: Array, v: Array, can_attend: Array | None) -> Softmax:
+    T = rows.shape[3]
     softmax = Softmax(
         jnp.full((*rows.shape[:4], 1), NOTHING),
         jnp.zeros((*rows.shape[:4], 1)),
         jnp.zeros(rows.shape, jnp.float32),
     )
-    if own[0].shape[2]:
-        # The barrier keeps XLA on GPU from fusing this product with the cache's, for which it
-        # would copy the cache.
-        softmax = _add_rows(softmax, lax.optimization_barrier(rows), *own, can_attend)
-    _, total, mean = add_stored(softmax, rows, stored, length)
-    return merge_heads((mean / total).astype(q.dtype).reshape(B, N, T, H))
+    if not k.shape[2]:
+        return softmax
+    if can_attend is None:
+        can_attend = jnp.tril(jnp.ones((1, T, T), bool))
+    # The barrier keeps XLA on GPU from fusing this product with the cache's, for which it would
+    # copy the cache.
+    return _add_rows(softmax, lax.optimization_barrier(rows), k, v, can_attend)
 
 
 def _add_rows(softmax: Softmax, rows: Array, k: Array, v: Array, allowed: Array) -> Softmax:

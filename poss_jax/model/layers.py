@@ -168,8 +168,20 @@ def rotate(
         frequencies = frequencies[:, None]
     angles = (positions.astype(jnp.float32)[..., None] * frequencies)[:, None]
     cos, sin = ((scale * part(angles)).astype(x.dtype) for part in (jnp.cos, jnp.sin))
+    return lax.platform_dependent(x, cos, sin, cuda=_rotate_turned, default=_rotate_halves)
+
+
+def _rotate_halves(x: Array, cos: Array, sin: Array) -> Array:
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _rotate_turned(x: Array, cos: Array, sin: Array) -> Array:
+    # A concatenation ends a kernel on a GPU; to turn two halves around does not.
+    halves = x.reshape(*x.shape[:-1], 2, -1)
+    signs = jnp.array([-1, 1], x.dtype).reshape(*[1] * (x.ndim - 1), 2, 1)
+    turned = lax.rev(halves, [x.ndim - 1]) * (signs * sin[..., None, :])
+    return (halves * cos[..., None, :] + turned).reshape(x.shape)
 
 
 def split_heads(x: Float[Array, "B T width"], head_dim: int) -> Float[Array, "B heads T H"]:
@@ -349,13 +361,8 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Projects queries and keys (both rotated) and values."""
         q, k, v = self.attention.queries_keys_values(normed)
-        # Key heads come first, since a mesh shards them.
-        B, K, T, H = k.shape
-        both = jnp.concatenate([q.reshape(B, K, -1, T, H), k[:, :, None]], axis=2)
-        both = both.reshape(B, -1, T, H)
-        both = rotate(both, positions, frequencies, scale=self.config.rope.scale)
-        both = both.reshape(B, K, -1, T, H)
-        return both[:, :, :-1].reshape(q.shape), both[:, :, -1], v
+        q, k = (rotate(x, positions, frequencies, scale=self.config.rope.scale) for x in (q, k))
+        return q, k, v
 
     def finish(
         self,

@@ -243,13 +243,12 @@ def run_chunks(
     """
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
     depths = jnp.broadcast_to(jnp.arange(chunk)[None], (len(tokens), chunk))
-    causal = depths[:, :, None] >= depths[:, None, :]
 
     def run(index: Array, state: Prefill) -> Prefill:
         first = index * chunk
         new = lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
         hidden, features, rows = _run_layers(
-            params, config, state.cache, new, depths, causal, aux_layers
+            params, config, state.cache, new, depths, None, aux_layers
         )
         return Prefill(
             cache=commit_rows(state.cache, rows, jnp.full_like(lengths, chunk)),
@@ -311,10 +310,12 @@ def _run_layers(
     cache: KVCache,
     tokens: Int[Array, "B T"],
     depths: Int[Array, "B T"],
-    can_attend: Bool[Array, "B T T"],
+    can_attend: Bool[Array, "B T T"] | None,
     aux_layers: tuple[int, ...],
 ) -> tuple[Array, Array, KeysValues]:
     """Runs the list of layers over rows at `depths` after the committed ones.
+
+    The rows attend each other as in `attend_cached`.
 
     Returns:
       Their hidden states after the final norm, their features, their keys and values.
@@ -342,7 +343,7 @@ def _run_layer(
     length: Array,
     positions: Array,
     frequencies: Array,
-    can_attend: Array,
+    can_attend: Array | None,
 ) -> tuple[Array, tuple[Array, Array]]:
     layer = DecoderLayer(config).bind({"params": params})
     q, k, v = layer.queries_keys_values(layer.normed(hidden), positions, frequencies)

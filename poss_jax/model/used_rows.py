@@ -1,4 +1,4 @@
-"""Attention over the rows in use of a cache on NVIDIA GPUs, by a kernel that comes with JAX.
+"""Attention over the rows in use of a cache on NVIDIA GPUs, by kernels that come with JAX.
 
 A loop of unknown length makes a GPU ask the host at every turn, so XLA's own attention reads a
 cache to its end. A kernel knows itself where to stop. Several programs share a cache:
@@ -7,10 +7,11 @@ cache to its end. A kernel knows itself where to stop. Several programs share a 
     [ split 0     | split 1    |        | split 2          ]
 
 Each keeps a running softmax over its split, for a block of queries; without rows it returns at
-once.
+once. A second kernel attends a prompt's chunk to itself, without its scores in memory.
 """
 
 import logging
+import math
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -44,15 +45,15 @@ class Softmax(NamedTuple):
 
 
 def has_kernel(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> bool:
-    """Tells whether the kernel serves these arrays: two bytes wide, on one device."""
+    """Tells whether the kernels serve these arrays: two bytes wide, on one device."""
     fits = q.dtype.itemsize == k.dtype.itemsize == 2 and q.shape[-1] in (64, 128)
     is_alone = jax.sharding.get_abstract_mesh().empty
-    return fits and k.shape[2] % _BLOCK == 0 and is_alone and _runs() and kernel() is not None
+    return fits and k.shape[2] % _BLOCK == 0 and is_alone and _runs() and kernels() is not None
 
 
 @cache
 def _runs() -> bool:
-    """Tells whether the GPU at hand runs the kernel; without one, whether JAX compiles ahead."""
+    """Tells whether the GPU at hand runs the kernels; without one, whether JAX compiles ahead."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return jax.__version_info__ < (0, 11)  # later ones ask the GPU at hand
@@ -61,7 +62,7 @@ def _runs() -> bool:
 
 
 def agrees(*, interpret: bool = False) -> bool:
-    """Tries the kernel on a small cache; logs why if it fails, or differs from a softmax."""
+    """Tries the kernels on a small cache; logs why if one fails, or differs from a softmax."""
     try:
         with ThreadPoolExecutor(1) as pool:  # this thread may be tracing a program
             error = pool.submit(_measure_error, interpret=interpret).result()
@@ -74,26 +75,65 @@ def agrees(*, interpret: bool = False) -> bool:
 
 
 def _measure_error(*, interpret: bool) -> float:
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 1, 2 * _BLOCK, 64), jnp.bfloat16)
-    shape, used = (1, *q.shape[:-1]), _BLOCK + 6
-    nothing = Softmax(*(jnp.zeros((*shape, n), jnp.float32) for n in (1, 1, 64)))
-    attend = jax.jit(partial(add_used_rows, interpret=interpret))
-    found = attend(nothing, q[None], (k, v), jnp.array([used]))
-    q, k, v = (array.astype(jnp.float32) for array in (q, k[..., :used, :], v[..., :used, :]))
-    want = jax.nn.softmax(q @ k.mT * 64**-0.5) @ v
-    return float(jnp.abs((found.mean / found.total)[0] - want).max())
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 1, 2 * _BLOCK, 128), jnp.bfloat16)
+    used = _BLOCK + 6
+
+    @jax.jit
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        own = attend_in_order(q[None], k, v, interpret=interpret)
+        out = add_used_rows(own, q[None], (k, v), jnp.array([used]), interpret=interpret)
+        return (out.mean / out.total)[0, 0, 0]
+
+    found = attend(q, k, v)
+    q, k, v = (array[0, 0].astype(jnp.float32) for array in (q, k, v))
+    in_order = jnp.tril(jnp.ones((len(q), len(q)), bool))
+    scores = jnp.concatenate([q @ k[:used].T, jnp.where(in_order, q @ k.T, -1e9)], axis=1)
+    want = jax.nn.softmax(scores * 128**-0.5) @ jnp.concatenate([v[:used], v])
+    return float(jnp.abs(found - want).max())
 
 
 @cache
-def kernel() -> Any:
-    """Loads the kernel; None if this version of JAX lacks it."""
+def kernels() -> Any:
+    """Loads JAX's modules of the kernels; None if this version lacks them."""
     try:
         with warnings.catch_warnings():  # deprecated since JAX 0.11
             warnings.simplefilter("ignore", DeprecationWarning)
-            from jax.experimental.pallas.ops.gpu import decode_attention
+            from jax.experimental.pallas.ops.gpu import attention, decode_attention
     except ImportError:
         return None
-    return decode_attention.attn_forward_kernel
+    return attention, decode_attention
+
+
+def has_blocks(num_rows: int) -> bool:
+    """Tells whether `attend_in_order` serves this number of rows."""
+    return num_rows % _BLOCK == 0
+
+
+def attend_in_order(
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    can_attend: None = None,
+    *,
+    interpret: bool = False,
+) -> Softmax:
+    """Attends rows to themselves and the ones before them; T is a multiple of 64."""
+    (B, K, G, T, H), library = q.shape, kernels()[0]
+    attend = partial(
+        library.mha,
+        segment_ids=None,
+        sm_scale=H**-0.5,
+        causal=True,
+        block_sizes=library.BlockSizes(_BLOCK, _BLOCK),
+        num_warps=4,
+        interpret=interpret,
+        return_residuals=True,
+    )
+    k, v = (x.reshape(B * K, T, 1, H) for x in (k, v))
+    with jax.numpy_dtype_promotion("standard"):
+        mean, log2_sum = jax.vmap(attend, (1, None, None), 1)(q.reshape(B * K, G, T, 1, H), k, v)
+    log_sum = log2_sum.reshape(B, K, G, T, 1) * math.log(2)
+    return Softmax(log_sum, jnp.ones_like(log_sum), mean.reshape(q.shape).astype(jnp.float32))
 
 
 def add_used_rows(
@@ -133,7 +173,7 @@ def _attend_splits(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    (B, K, R, H), S = q.shape, k.shape[2]
+    (B, K, R, H), S, kernel = q.shape, k.shape[2], kernels()[1].attn_forward_kernel
     queries = min(max(16, pl.next_power_of_2(R)), _BLOCK)
     num_blocks = pl.cdiv(R, queries)
     num_splits = min(max(1, _PROGRAMS // (B * K * num_blocks)), _MOST_SPLITS)
@@ -148,7 +188,7 @@ def _attend_splits(
         jax.ShapeDtypeStruct((num_splits, B, K, R, *last), jnp.float32) for last in ((H,), (), ())
     ]
     call = pl.pallas_call(
-        partial(kernel(), sm_scale=H**-0.5, block_k=_BLOCK, block_h=queries, num_heads=R),
+        partial(kernel, sm_scale=H**-0.5, block_k=_BLOCK, block_h=queries, num_heads=R),
         grid=(num_blocks, num_splits, B * K),
         in_specs=[query, split, split, None, used],
         out_specs=[mean, sums, sums],
