@@ -322,7 +322,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         load = run_load(url, pid, mixed, num_clients=args.clients, seconds=args.seconds)
         report: dict[str, Any] = {"load": asyncio.run(load)}
         throughput = {"with draft": measure_throughput(args, engine, url, cases)}
-    engine = Engine.load(args.target, max_length=args.max_length)  # writes the same texts
+    engine = Engine.load(args.target, max_length=args.max_length)
+    cases = make_cases(engine, args.max_new_tokens)
     with serve(args, None) as (_, url):
         throughput["without"] = measure_throughput(args, engine, url, cases)
     return report | {"throughput": throughput, "provenance": provenance()}

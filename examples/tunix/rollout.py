@@ -191,10 +191,8 @@ def score_texts(
 
     Args:
       target: parameters of the target, fused for decoding.
-      config: its shape.
       tokens: texts, padded on the right with any token; T is a multiple of `CHUNK`.
       lengths: tokens of each text, at least 1.
-      temperature: divides the logits.
     """
     B, T = tokens.shape
     following = jnp.roll(tokens, -1, axis=1)
