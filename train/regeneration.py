@@ -209,17 +209,14 @@ def _describe(config: RegenerateConfig) -> dict[str, Any]:
 def _check_apart(source: str, output: Path) -> None:
     """Raises UserError if a file to write is also one to read."""
     for path in answer_files(output):
-        if not is_uri(source) and path.absolute().match(os.path.abspath(as_path(source))):
+        is_read = not is_uri(source) and path.absolute().match(os.path.abspath(as_path(source)))
+        if path.exists() and not is_read:
+            read = matching_files(source)
+            is_read = any(isinstance(one, Path) and path.samefile(one) for one in read)
+        if is_read:
             raise UserError(
-                f"source {source!r} would read {path}, which is written; name another output"
+                f"source {source!r} reads {path}, which is written; name another output"
             )
-    for path in filter(Path.exists, answer_files(output)):
-        for read in matching_files(source):
-            if isinstance(read, Path) and path.samefile(read):
-                raise UserError(
-                    f"source {source!r} reads {read}, which is written as {path}; name another "
-                    "output"
-                )
 
 
 def _set_template(engine: Engine, source: DataConfig) -> None:

@@ -133,8 +133,8 @@ def open_stage(config: TrainConfig, folder: AnyPath, *, plan_for: str | None = N
     Raises:
       UserError: something is missing or does not fit.
     """
-    is_elsewhere = plan_for not in (None, "here")
-    mesh = make_mesh(config.mesh, tpu_slice(plan_for) if is_elsewhere else None)
+    elsewhere = None if plan_for is None or plan_for == "here" else tpu_slice(plan_for)
+    mesh = make_mesh(config.mesh, elsewhere)
     if plan_for is None:
         check_processes(mesh)
     check_batch_size(config.batch_size // config.step.accumulation_steps, mesh)

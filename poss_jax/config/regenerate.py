@@ -121,5 +121,6 @@ class RegenerateConfig(AnswerConfig):
 
     def _first_given(self, *names: str) -> str | None:
         """First of some keys that differs from its default."""
-        declared: Any = type(self).__pydantic_fields__
+        kind: Any = type(self)
+        declared = kind.__pydantic_fields__
         return next((name for name in names if getattr(self, name) != declared[name].default), None)
