@@ -306,12 +306,12 @@ def log_acceptance(
 def _with_gradient(function: Callable[[Array], tuple[Array, Array]], features: Array) -> Array:
     """Calls a function of rows that returns values [B T] and their gradients [B T D]."""
 
-    @jax.custom_gradient
     def values(features: Array) -> tuple[Array, Callable[[Array], Array]]:
         value, gradient = function(features)
         return value, lambda grad_value: gradient * grad_value[..., None]
 
-    return values(features)
+    run: Any = jax.custom_gradient(values)  # has the type of `values`
+    return run(features)
 
 
 def _feature_loss(predictions: Array, features: Array, deviations: Array | None) -> Array:
