@@ -58,12 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         from poss_jax.engine.leader import follow
         from poss_jax.program.options import load_engine
-    try:
-        from poss_jax.serving.app import create_app, make_slots
-        from poss_jax.serving.guard import read_api_key
-        from poss_jax.serving.server import listen, make_server
-    except ImportError as error:
-        raise UserError(f"{error.name} is missing; pip install 'poss-jax[serve]'") from error
+
+        try:
+            from poss_jax.serving.app import create_app, make_slots
+            from poss_jax.serving.guard import read_api_key
+            from poss_jax.serving.server import listen, make_server
+        except ImportError as error:
+            raise UserError(f"{error.name} is missing; pip install 'poss-jax[serve]'") from error
     config, key = _on_all_devices(config), read_api_key()
     if args.precompile_only:
         _precompile(make_slots(load_engine(config), config))

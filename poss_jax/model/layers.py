@@ -9,6 +9,7 @@ versions of one row.
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -419,10 +420,15 @@ def fuse_mlp(mlp: Params) -> Params:
     """Joins gate and up of an MLP; a fused one is returned unchanged."""
     if "gate" not in mlp:
         return mlp
-    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), mlp["gate"], mlp["up"])
-    return {"gate_up": both, "down": mlp["down"]}
+    return {"gate_up": _stack(mlp["gate"], mlp["up"]), "down": mlp["down"]}
 
 
+@jax.jit
+def _stack(*linears: Params) -> Params:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *linears)
+
+
+@partial(jax.jit, static_argnums=1)
 def _interleave(linears: list[Params], num_groups: int) -> Params:
     """Stacks the outputs of linear maps, alternating groups."""
 

@@ -230,11 +230,11 @@ def _shapes_of_one(
     config: LlamaConfig | DraftConfig, is_quantised: bool
 ) -> dict[str, tuple[int, ...]]:
     """Shapes by path in the table, the layers of a kind (or specialists) as one."""
-    key = jax.random.key(0)
+    key = jax.eval_shape(lambda: jax.random.key(0))
     if isinstance(config, DraftConfig):
-        params = jax.eval_shape(lambda: family_of(config).init(config, key))
+        params = jax.eval_shape(partial(family_of(config).init, config), key)
     else:
-        params = jax.eval_shape(lambda: init_target(replace(config, num_layers=1), key))
+        params = jax.eval_shape(partial(init_target, replace(config, num_layers=1)), key)
         if is_quantised:
             params = jax.eval_shape(partial(quantise_target, kind="int8"), params)
         elif config.tie_embeddings:

@@ -187,9 +187,14 @@ def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None =
     """
     head = draft.get("head", target["head"])
     if vocabulary is not None and "head" not in draft:
-        head = jax.tree.map(lambda leaf: leaf[vocabulary], head)
+        head = _take(head, vocabulary)
     embed = draft.get("embed", target["embed"])
     return {**draft, "embed": embed, "head": head, "vocabulary": vocabulary}
+
+
+@jax.jit
+def _take(head: Params, vocabulary: Int[Array, " Vd"]) -> Params:
+    return jax.tree.map(lambda leaf: leaf[vocabulary], head)
 
 
 def split_embedding(draft: Params) -> tuple[Params, Params]:

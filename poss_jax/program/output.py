@@ -1,5 +1,6 @@
 """Writes results, for people on a terminal and as JSON elsewhere, and says what takes a while."""
 
+import gc
 import json
 import os
 import sys
@@ -70,14 +71,20 @@ def _show(value: Any) -> str:
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Shows a text on a terminal for as long as the block, or a decorated function, takes."""
-    is_shown = sys.stderr.isatty()
+    """Shows a text on a terminal for as long as the block, or a decorated function, takes.
+
+    Garbage stays meanwhile: what imports and models leave is little, and looking for it takes long.
+    """
+    is_shown, collects = sys.stderr.isatty(), gc.isenabled()
+    gc.disable()
     if is_shown:
         sys.stderr.write(f"{text}\r")
         sys.stderr.flush()
     try:
         yield
     finally:
+        if collects:
+            gc.enable()
         if is_shown:
             sys.stderr.write(f"{' ' * len(text)}\r")
             sys.stderr.flush()
