@@ -119,9 +119,10 @@ def test_a_request_waits_for_what_it_needs(engine: Engine, warming: Scheduler, g
 
 
 def test_a_text_that_runs_changes_its_program(
-    engine: Engine, warming: Scheduler, gate: Gate
+    engine: Engine, warming: Scheduler, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A greedy text begins with sampled rounds, the only ones there are."""
+    monkeypatch.setattr("poss_jax.engine.scheduler._REST_SECONDS", 0)
     until_sizes(warming, gate, (1,))
     used: list[Program] = []
     choose = WarmUp.nearest
@@ -138,6 +139,19 @@ def test_a_text_that_runs_changes_its_program(
         gate.open()
         assert answer_of(stream).output_ids == alone(engine, prompt).output_ids
     assert used[0].is_sampled
+
+
+def test_compiling_rests_if_what_is_compiled_serves_all_texts(
+    engine: Engine, warming: Scheduler, gate: Gate
+) -> None:
+    until_sizes(warming, gate, (1,))
+    prompt = engine.prepare([3], 5)
+    with warming._changed:  # nothing begins or ends meanwhile
+        rests = [warming._is_enough()]
+        for has_logprobs in (False, True):
+            warming.submit(prompt, has_logprobs=has_logprobs)
+            rests.append(warming._is_enough())
+    assert rests == [False, True, False]
 
 
 def test_it_fails_with_the_compiler(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from poss_jax.shapes import Params
 _LOG = logging.getLogger(__package__)
 _PATIENCE = 16  # steps for which a batch stays larger than its texts need
 _POLL_SECONDS = 0.1
+_REST_SECONDS = 2.0  # that compiling leaves the processor to texts, after each program
 
 
 class QueueFull(Exception):
@@ -136,7 +137,7 @@ class Scheduler:
             if self._waiting and len(self._waiting) + len(streams) > self._max_queue:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting")
             self._waiting += streams
-            self._changed.notify()
+            self._changed.notify_all()
         return streams
 
     @property
@@ -161,7 +162,7 @@ class Scheduler:
         except BaseException as error:
             with self._changed:
                 self._failure = error
-                self._changed.notify()
+                self._changed.notify_all()
             raise Closed("compiling failed") from error
 
     def update_weights(self, params: Params) -> None:
@@ -456,8 +457,15 @@ class Scheduler:
         """Compiles what is left to compile."""
         for _ in self.warmth or ():
             with self._changed:
-                self._changed.notify()
+                self._changed.notify_all()
+                if self._steps is self._slots:
+                    self._changed.wait_for(lambda: not self._is_enough(), _REST_SECONDS)
             if self._steps is not self._slots:  # this is the scheduler's thread
                 self._drop_cancelled()
             if self.is_closed:
                 return
+
+    def _is_enough(self) -> bool:
+        """True if texts are decoded, and what is compiled decodes all that were asked for."""
+        is_busy = any(self._streams()) or self._can_begin()
+        return is_busy and self.num_running + self.num_waiting <= self._most_texts()
