@@ -340,8 +340,10 @@ def _parser() -> argparse.ArgumentParser:
             usage=f"%(prog)s {usage.removeprefix('source ')} [options]",
         )
         for flag in [*required, *command.optional.split()]:
-            needs = {"required": flag in required} if flag.startswith("--") else {}
-            one.add_argument(flag, **_OPTIONS[flag], **needs)
+            options = dict(_OPTIONS[flag])
+            if flag.startswith("--"):
+                options["required"] = flag in required
+            one.add_argument(flag, **options)
         add_json(one)
         add_version(one)
     return parser
