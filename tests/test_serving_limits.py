@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +135,8 @@ def test_a_client_that_leaves_while_it_waits(served: Served) -> None:
 def test_a_client_that_reads_nothing_is_dropped(served: Served) -> None:
     """It holds no slot, and once the buffers are full its connection is cut."""
     before = served.scheduler.stats.finished["length"]
+    listening = served.server.servers[0].sockets[0]
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**13)  # full soon, at any load
     with closing(served.connect(room=2048)) as sock:
         sock.sendall(request_bytes("/v1/completions", LONG | {"stream": True}, AUTH))
         until(lambda: served.scheduler.stats.finished["length"] == before + 1)
