@@ -369,7 +369,7 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
     except ValidationError as error:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else None
-        raise BadField(param, f"{explain(first)}") from error
+        raise ApiError(400, f"{param}: {explain(first)}", param=param) from error
 
 
 def _check_unknown(body: CommonRequest) -> None:
