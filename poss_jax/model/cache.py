@@ -239,9 +239,12 @@ def by_kernels(
     interpret: bool = False,
 ) -> Array:
     """`attend_cached` by the kernels for GPUs."""
-    attend_own = _attend_own
-    if can_attend is None and has_blocks(q.shape[2]):
-        attend_own = partial(attend_in_order, interpret=interpret)
+
+    def attend_own(rows: Array, k: Array, v: Array, can_attend: Array | None) -> Softmax:
+        if can_attend is None and has_blocks(rows.shape[3]):
+            return attend_in_order(rows, k, v, interpret=interpret)
+        return _attend_own(rows, k, v, can_attend)
+
     add_stored = partial(add_used_rows, interpret=interpret)
     # Without the barrier XLA computes the queries once for each of their users.
     args = lax.optimization_barrier(q), stored, length, own, can_attend

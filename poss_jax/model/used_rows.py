@@ -113,7 +113,6 @@ def attend_in_order(
     q: Float[Array, "B K G T H"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
-    can_attend: None = None,
     *,
     interpret: bool = False,
 ) -> Softmax:
