@@ -46,6 +46,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
     "python -m benchmarks.study ": "trains for hours; tests/test_study.py runs a small one",
     "python -m infer.bench --config configs/demo/": "needs the models of make demo",
+    "python -m benchmarks.cpu_engines ": "needs torch and the default model",
     "python -m benchmarks.accelerator ": "measures an 8B pair",
     "python -m infer.serve": "serves until it is told to end; tests/test_serving.py asks it",
     "python benchmarks/clients.py ": "wants a server, and the clients",

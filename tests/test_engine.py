@@ -54,7 +54,9 @@ def outputs(answers: list[Generation]) -> list[list[int]]:
 
 
 def test_what_is_compiled_ahead_is_not_compiled_again(engine: Engine) -> None:
-    config, request = engine.request([engine.prepare(PROMPTS[0], 37)])  # another length than elsewhere
+    config, request = engine.request(
+        [engine.prepare(PROMPTS[0], 37)]
+    )  # another length than elsewhere
     compiled: list[str] = []
 
     def count(event: str, duration_secs: float, **about: Any) -> None:
