@@ -41,7 +41,7 @@ PLAIN, FAMILIES = "autoregressive", ("poss3", "poss3_e3")
 
 
 def accepted_by(config: DecodeConfig) -> list[int]:
-    """Recorded numbers for a tree; for an unknown one those of 6/10/60, as far as it reaches."""
+    """Recorded numbers for a tree; an unknown one gets 6/10/60's, as far as it reaches."""
     digits = RECORDED.get(config.tree.name, RECORDED["6/10/60"])
     return [min(int(digit), config.max_accepted) for digit in digits]
 

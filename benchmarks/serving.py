@@ -97,7 +97,7 @@ def make_cases(engine: Engine, max_new_tokens: int, *, is_mixed: bool = False) -
 
 @dataclass
 class Answer:
-    """An answer as a client saw it; times in seconds, `ids` are those of its parts."""
+    """An answer as a client saw it; times in seconds, `ids` of its parts."""
 
     ids: set[str]
     tokens: list[int]

@@ -33,7 +33,7 @@ ToolFormat = Literal["hermes", "llama3", "mistral"]
 
 
 def _omitted(default: Any) -> Any:
-    """A field that files omit at its default, as those of older versions do."""
+    """A field that files omit at its default; older files do not have it."""
     return Field(default=default, exclude_if=lambda value: value == default)
 
 

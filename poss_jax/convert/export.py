@@ -52,7 +52,7 @@ class Export:
 
     Attributes:
       config: contents of config.json.
-      parts: the arrays to write; those of an item follow each other.
+      parts: the arrays to write, item by item.
       rows: the table: our path -> key, with the shape and type that are written.
       tokenizer_from: folder whose tokenizer files are copied; None copies none.
       maps: arrays that are not ours, by key; their rows are the last.

@@ -235,7 +235,7 @@ class Slots:
     # Grammars, on one process
 
     def masks(self, guides: Mapping[int, Guide], num_texts: int) -> np.ndarray:
-        """Masks of the next token of some texts, those of `guides` by their grammars."""
+        """Masks of the next token of some texts; a text in `guides` follows its grammar."""
         return first_masks(guides, num_texts, self._config.target.vocab_size)
 
     def walk(self, program: Program, guides: Mapping[int, Guide]) -> Plan:

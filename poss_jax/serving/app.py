@@ -222,7 +222,7 @@ def _add_state(app: FastAPI) -> None:
 
 
 def add_api(app: FastAPI) -> None:
-    """Adds the endpoints of the OpenAI API, those of tokens, and their page."""
+    """Adds the endpoints of the OpenAI API, for tokens, and their page."""
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:

@@ -165,7 +165,7 @@ class ResponseReply(Reply):
     """The reply to a chat, written as the response to a request: its items, and their events."""
 
     def __init__(self, body: ResponseRequest, *args: Any, **options: Any) -> None:
-        """Begins a response to `body`; the other arguments are those of `Reply`."""
+        """Begins a response to `body`; see `Reply` for the other arguments."""
         super().__init__(*args, **options)
         names = {"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user"}
         fields = body.model_dump(include=names)
