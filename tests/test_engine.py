@@ -54,9 +54,8 @@ def outputs(answers: list[Generation]) -> list[list[int]]:
 
 
 def test_what_is_compiled_ahead_is_not_compiled_again(engine: Engine) -> None:
-    config, request = engine.request(
-        [engine.prepare(PROMPTS[0], 37)]
-    )  # another length than elsewhere
+    other = engine.with_tree(TreeConfig(depth=2, top_k=3, total_tokens=5))  # only here
+    config, request = other.request([other.prepare(PROMPTS[0], N)])
     compiled: list[str] = []
 
     def count(event: str, duration_secs: float, **about: Any) -> None:
@@ -65,8 +64,8 @@ def test_what_is_compiled_ahead_is_not_compiled_again(engine: Engine) -> None:
 
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
-        compile_ahead(engine.weights, [(config, request)])
-        decode_batch(engine.weights, config, request)
+        compile_ahead(other.weights, [(config, request)])
+        decode_batch(other.weights, config, request)
     finally:
         jax.monitoring.unregister_event_duration_listener(count)
     assert sorted(compiled) == ["jit(run_rounds)", "jit(start)"]

@@ -261,7 +261,7 @@ def test_keeps_the_newest_and_the_best(
             "No space left on device; make room there",
         ),
         (OSError(28, "No space left on device"), "No space left on device; make room there"),
-        (FileNotFoundError(2, "No such file"), "No such file; mend that"),
+        (FileNotFoundError(2, "No such file"), "No such file or directory; mend that"),
         (ValueError("Something\n  else"), "Something else; mend that"),
     ],
 )

@@ -102,7 +102,7 @@ def read_eagle3(source: Source) -> Reading:
         copies={} if config.has_embedding else {DRAFT_EMBEDDING: "embed"},
         dropped=_MAPS,
         kind=": read as an EAGLE-3 draft",
-        assumed=(*assumed, *more),
+        assumed=(*assumed, *more, *_assume_sound_training(source)),
         metadata=read_metadata(source),
         read_vocabulary=partial(_read_vocabulary, source, config),
     )
@@ -220,6 +220,18 @@ def _check_layers(layers: Any, origin: str, *, shift: int = 0) -> tuple[int, ...
     if not isinstance(layers, list) or not all(type(n) is int and n >= 0 for n in layers):
         raise UserError(f"{origin}: {AUX_KEY}: want a list of layers, got {shorten(layers)}")
     return tuple(layer + shift for layer in layers)
+
+
+def _assume_sound_training(source: Source) -> list[str]:
+    """Names faults of SpecForge's training that the files of a draft do not show."""
+    is_inner = any(key.startswith("midlayer.") for key in source.tensors)
+    is_modelopt = "use_aux_hidden_state" in _eagle_config(source)
+    if read_metadata(source) or not is_inner or is_modelopt or NAMED_EAGLE3(source) is None:
+        return []
+    return [
+        "training outside of the weeks in which SpecForge trained wrongly (docs/checkpoints.md), "
+        "because the files do not say when it was"
+    ]
 
 
 def _eagle_config(source: Source) -> Mapping[str, Any]:
