@@ -21,7 +21,7 @@ from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.decode import speculate
 from poss_jax.engine.device import device_memory, least_bytes
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
-from poss_jax.engine.rounds import compile_ahead, decode_batch
+from poss_jax.engine.rounds import decode_batch
 from poss_jax.engine.trees import Tuned, fit_tree
 from poss_jax.model.sharding import bytes_per_device
 
@@ -51,24 +51,6 @@ def outputs(answers: list[Generation]) -> list[list[int]]:
 
 # --------------------------------------------------------------------------------------------------
 # Answers
-
-
-def test_what_is_compiled_ahead_is_not_compiled_again(engine: Engine) -> None:
-    other = engine.with_tree(TreeConfig(depth=2, top_k=3, total_tokens=5))  # only here
-    config, request = other.request([other.prepare(PROMPTS[0], N)])
-    compiled: list[str] = []
-
-    def count(event: str, duration_secs: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(about["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
-        compile_ahead(other.weights, [(config, request)])
-        decode_batch(other.weights, config, request)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
-    assert sorted(compiled) == ["jit(run_rounds)", "jit(start)"]
 
 
 def test_defaults_on_cpu(engine: Engine, plain: Engine) -> None:

@@ -23,7 +23,7 @@ from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue, answer_all
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.rounds import compile_ahead, decode_batch, on_mesh, run_rounds, start
+from poss_jax.engine.rounds import decode_batch, on_mesh, run_rounds, start
 from poss_jax.engine.traces import keep_traces
 from poss_jax.model import target
 from poss_jax.model.ranking import choose
@@ -58,14 +58,14 @@ class Decoder:
         first = next(one.prompt for one in dialogues if one.prompt is not None)
         started = time.monotonic()
         cold = time_first_token(self.engine, first)
-        batches = {}
+        compiled = set()
         for prompt in _prompts_of_all_rooms(self.engine, dialogues):
             config, request = self.engine.request([prompt], batch_size=batch_size)
-            short = request.replace(limits=jnp.minimum(request.limits, 2))
-            batches.setdefault((config, jax.tree.structure(request)), short)
-        compile_ahead(self.engine.weights, [(key[0], short) for key, short in batches.items()])
-        for (config, _), short in batches.items():
-            jax.block_until_ready(decode_batch(self.engine.weights, config, short))
+            program = config, jax.tree.structure(request)
+            if program not in compiled:
+                short = request.replace(limits=jnp.minimum(request.limits, 2))
+                jax.block_until_ready(decode_batch(self.engine.weights, config, short))
+                compiled.add(program)
         self.compile_seconds = time.monotonic() - started
         warm = [time_first_token(self.engine, first) for _ in range(_FIRST_TOKEN_CALLS)]
         self.first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}

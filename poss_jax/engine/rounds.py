@@ -8,7 +8,6 @@ The steps in which slots read prompts are in `steps.py`.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -310,20 +309,6 @@ class Pace:
 def decode_batch(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
     """Decodes until every sequence is done, without the host in between."""
     return run_rounds(weights, config, request, start(weights, config, request))
-
-
-def compile_ahead(weights: Weights, batches: Sequence[tuple[DecodeConfig, Request]]) -> None:
-    """Compiles `decode_batch` for some batches side by side: XLA on CPU takes one core for each.
-
-    Batches on a mesh are left out, since the placement of their states is known when they run.
-    """
-
-    def compile_one(batch: tuple[DecodeConfig, Request]) -> None:
-        first = start.lower(weights, *batch).compile()
-        run_rounds.lower(weights, *batch, first.out_info).compile()
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_one, (batch for batch in batches if batch[0].mesh is None)))
 
 
 def compile_batch(weights: Weights, config: DecodeConfig, request: Request) -> None:
