@@ -87,9 +87,8 @@ def drafts_for(target: LlamaConfig) -> dict[str, DraftConfig]:
     one = drafts["EAGLE-2"]
     for name, other in WIDE.items():
         missing = count_parameters(drafts[other]) - count_parameters(one)
-        neurons = round(
-            missing / (3 * target.hidden_size)
-        )  # a row of gate and up, a column of down
+        # A neuron is a row of gate, one of up, and a column of down.
+        neurons = round(missing / (3 * target.hidden_size))
         wide = replace(one.layer, intermediate_size=target.intermediate_size + neurons)
         drafts[name] = replace(one, layer=wide)
     return drafts

@@ -15,7 +15,6 @@ its last line one JSON object.
 
 import importlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 
 from benchmarks.options import add_numbers, make_parser
 from benchmarks.torch_loop import need_torch
+from infer.bench.rates import count_cores
 from infer.bench.report import show_report
 from poss_jax.bundled.default import default_drafts, default_target, find_gguf
 from poss_jax.checkpoint.record import provenance
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_numbers(parser, {"questions": 6, "tokens": 128, "repeats": 3})
     args = parser.parse_args(arguments)
     need_torch()
-    num_threads = len(os.sched_getaffinity(0))
+    num_threads = count_cores()
     gguf, alone = find_gguf(), Engine.load(default_target())
     engines = our_engines(alone)
     lines = Path(_QUESTIONS).read_text("utf-8").splitlines()[: args.questions]

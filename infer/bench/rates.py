@@ -96,13 +96,18 @@ def _best_seconds(program: Callable[..., Any], *arrays: Array) -> float:
     return best
 
 
+def count_cores() -> int:
+    """Counts the cores that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on a Mac
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
 def device_name() -> str:
     """Name of the device; for CPUs, which share one name, the machine's."""
     kind = jax.devices()[0].device_kind
     if jax.default_backend() != "cpu":
         return kind
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{kind} of {platform.node()}, {cores} cores"
+    return f"{kind} of {platform.node()}, {count_cores()} cores"
 
 
 def _file() -> Path | None:

@@ -57,7 +57,7 @@ class Reply:
         """Adds the log-probabilities of a prompt's tokens but the first, before anything else."""
         job, tokenizer = self._job, self._engine.tokenizer
         tokens = job.prompts[index * job.num_choices].ids
-        if job.num_logprobs is not None and not self._job.is_chat:
+        if job.num_logprobs is not None and not job.is_chat:
             places = _Places(tokenizer and TextStream(tokenizer), 0)
             self._echoed[index] = self._of_completion(tokens, [None, *scores], places)
         if job.num_prompt_logprobs is not None:

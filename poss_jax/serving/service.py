@@ -34,11 +34,7 @@ from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.streams import Chunks, Stream, merge
-from poss_jax.serving.bodies import (
-    ApiError,
-    parse_body,
-    receive_body,
-)
+from poss_jax.serving.bodies import ApiError, parse_body, receive_body
 from poss_jax.serving.grammars import GRAMMAR_FIELDS
 from poss_jax.serving.replies import Reply
 from poss_jax.serving.requests import Job
