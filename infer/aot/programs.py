@@ -17,7 +17,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.engine.device import ACCELERATOR_CHUNKS, with_rows
 from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
-from poss_jax.engine.rounds import run_round, run_rounds, start
+from poss_jax.engine.rounds import prefill, run_round, run_rounds, start
 from poss_jax.engine.trees import fit_tree
 from poss_jax.learn.task import describe_draft
 from poss_jax.model.cache import block_rows
@@ -122,7 +122,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
 def compile_program(name: str, plan: Plan) -> Compiled:
     """Compiles one of `AheadConfig.programs`."""
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
-    jitted = {"prefill": start, "rounds": run_rounds}.get(name, run_round)
+    jitted = {"prefill": prefill, "rounds": run_rounds}.get(name, run_round)
     others = () if name == "prefill" else (_state(plan, decode),)
     started = time.monotonic(), time.process_time()
     lowered = jitted.lower(plan.weights, decode, plan.request, *others)

@@ -422,9 +422,10 @@ class Engine:
 
     def config_with(self, tree: TreeConfig | None, length: int, max_length: int) -> DecodeConfig:
         """Static settings of decoding with a tree, or (None) without a draft."""
+        draft = self.draft_config if tree else None
         config = DecodeConfig(
             self.target_config,
-            self.draft_config if tree else None,
+            draft and replace(draft, trained_depth=1),  # EAGLE-2 and HASS have the same programs
             tree or TreeConfig(),
             rows=0,
             chunk=prefill_chunks()[0],

@@ -24,6 +24,7 @@ from poss_jax.engine.answers import Round, TokenLogprobs
 from poss_jax.engine.traces import kept
 from poss_jax.model.cache import KVCache
 from poss_jax.model.sharding import highest_of_groups, partition_state
+from poss_jax.model.target import Prefilled
 from poss_jax.shapes import Array, Bool, Int
 
 MOST_ROUNDS = 32
@@ -195,12 +196,29 @@ def _pack(
     return Rounds(numbers, logprobs, num_rounds=accepted.shape[1])
 
 
+def _first_state(
+    weights: Weights, config: DecodeConfig, request: Request, caches: Any, last: Any, *allowed: Any
+) -> DecodeState:
+    return speculate.first_state(weights, config, request, Prefilled(*last, *caches), *allowed)
+
+
 # Several programs, not one: the caches of a running batch are the same arrays in all of them, and
 # what changes from call to call (prompts, limits) is data.
-start = jax.jit(kept(on_mesh(speculate.start)), static_argnums=1)
+prefill = jax.jit(kept(on_mesh(speculate.prefill)), static_argnums=1)
+_choose_first = jax.jit(kept(on_mesh(_first_state)), static_argnums=1, donate_argnums=3)
 run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
 run_rounds = jax.jit(kept(on_mesh(speculate.run_rounds)), static_argnums=1, donate_argnums=3)
 _step = jit_step(_run_step, donate_argnums=3)
+
+
+def start(
+    weights: Weights, config: DecodeConfig, request: Request, *allowed: Any
+) -> DecodeState:
+    """`speculate.start` in two programs: however tokens are chosen, one reads the prompts."""
+    read = config._replace(drafting="coupled", num_logprobs=0)
+    unchosen = request.replace(sampling=None, output_starts=None, drafts=None)
+    out = prefill(weights, read, unchosen)
+    return _choose_first(weights, config, request, out[2:], out[:2], *allowed)
 
 
 def run_step(
