@@ -211,9 +211,7 @@ run_rounds = jax.jit(kept(on_mesh(speculate.run_rounds)), static_argnums=1, dona
 _step = jit_step(_run_step, donate_argnums=3)
 
 
-def start(
-    weights: Weights, config: DecodeConfig, request: Request, *allowed: Any
-) -> DecodeState:
+def start(weights: Weights, config: DecodeConfig, request: Request, *allowed: Any) -> DecodeState:
     """`speculate.start` in two programs: however tokens are chosen, one reads the prompts."""
     read = config._replace(drafting="coupled", num_logprobs=0)
     unchosen = request.replace(sampling=None, output_starts=None, drafts=None)
