@@ -30,7 +30,7 @@ from poss_jax.program.tables import format_rows
 
 DRAFT = "PosS-1"
 _QUESTION = "Write an example of JSON that matches this schema, and nothing else: "
-_MAX_LENGTH = 1024
+_MAX_LENGTH = 2048
 
 
 class Asked(NamedTuple):
