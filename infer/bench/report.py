@@ -162,9 +162,8 @@ def format_card(report: dict[str, Any], lay_out: Callable[..., list[str]] = form
     for method, entry in report["methods"].items():
         for phase, cost in entry["costs"].items():
             cells = [method, phase, f"{cost['bytes'] / 1e6:.2f}", f"{cost['flops'] / 1e9:.3f}"]
-            cells += [f"{cost['floor_milliseconds']:.3f}"]
-            cells += [f"{entry['phase_milliseconds'][phase]:.3f}"]
-            share = cost["floor_to_measured"]
+            taken, share = entry["phase_milliseconds"][phase], cost["floor_to_measured"]
+            cells += [f"{cost['floor_milliseconds']:.3f}", f"{max(taken, 0.0):.3f}"]
             table.append([*cells, "" if share is None else f"{share:.0%}"])
     head = ["method", "phase", "MB", "GFLOP", "floor ms", "ms", "floor / ms"]
     return "\n".join(
