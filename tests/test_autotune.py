@@ -74,8 +74,8 @@ def test_predicted_rounds_are_those_that_run(runs: Runs) -> None:
     ]
     total = 0
     with one_layout(num_biased=0):
-        recording = record_all(engine, prompts, 3, [3])[3]
-        trees = tree(3, 3, 22), tree(3, 3, 3)
+        recording = record_all(engine, prompts, 2, [3])[3]
+        trees = tree(2, 3, 13), tree(2, 3, 3)
         decoded = [engine.with_tree(one).decode(prompts) for one in trees]
     for one, answers in zip(trees, decoded, strict=True):
         assert recording.accepted(one) == [answer.accepted_per_round for answer in answers]

@@ -12,8 +12,8 @@ from poss_jax.engine.engine import Engine
 
 @pytest.fixture
 def engine() -> Engine:
-    llama = tiny_llama(max_position_embeddings=512)
-    config = DraftConfig(layer=llama, positions_per_specialist=(1, 2))
+    llama = tiny_llama(num_layers=1, max_position_embeddings=512)
+    config = DraftConfig(layer=llama)
     tree = TreeConfig(depth=1, top_k=2, total_tokens=3)
     return make_engine(llama, random_target(llama), config, tree=tree)
 

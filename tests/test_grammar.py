@@ -88,6 +88,11 @@ def prepare_all(engine: Engine) -> list[PreparedPrompt]:
     ]
 
 
+def make_slots(engine: Engine) -> Slots:
+    """Slots of the same shapes, so that all tests share their programs."""
+    return Slots(engine, sizes=(4,), max_length=100, max_logprobs=2)
+
+
 @pytest.fixture(scope="module")
 def alone() -> list[Generation]:
     """Answers of the target alone."""
@@ -149,7 +154,7 @@ def test_texts_of_sampled_drafts_match_too(
 def test_any_company_leaves_the_texts_as_they_are(alone: list[Generation]) -> None:
     """Some are cancelled halfway; the prompt of two choices is read once."""
     engine = draw_engine(TREE)
-    scheduler = Scheduler(Slots(engine, sizes=(4,), max_length=100))
+    scheduler = Scheduler(make_slots(engine))
     try:
         prompts = prepare_all(engine)
         streams = scheduler.submit_all([*prompts, *prompts, prompts[0], prompts[0]])
@@ -175,7 +180,7 @@ def test_a_follower_needs_no_grammar(
     store = Store()
     monkeypatch.setattr(leader, "_store", lambda: store)
     engine, text = draw_engine(TREE), list(range(3, 93))
-    ours, theirs = (Slots(engine, sizes=(4,), max_length=100, max_logprobs=2) for _ in range(2))
+    ours, theirs = make_slots(engine), make_slots(engine)
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
         scheduler = Scheduler(ours)
@@ -196,7 +201,7 @@ def test_a_grammar_that_gets_too_complex_ends_its_text_alone(
     alone: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = draw_engine(TREE)
-    scheduler = Scheduler(Slots(engine, sizes=(4,), max_length=100))
+    scheduler = Scheduler(make_slots(engine))
     monkeypatch.setitem(_LIMITS, "max_lexer_states", 40)
     try:
         hard, sampling = (

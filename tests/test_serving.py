@@ -110,7 +110,7 @@ def offline(engine: Engine, prompts: list[Any], options: Any = (), **more: Any) 
 # Before anything else is compiled in this process
 
 
-@pytest.mark.parametrize("num_requests", [160, pytest.param(560, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [90, pytest.param(560, marks=pytest.mark.slow)])
 def test_requests_of_all_kinds_compile_nothing(
     served: Served, client: openai.OpenAI, num_requests: int
 ) -> None:

@@ -38,7 +38,7 @@ from poss_jax.serving.guard import Guard, read_api_key
 from poss_jax.serving.requests import read_completion
 
 KEY = "secret"
-PATIENCE = 1.5
+PATIENCE = 1.0
 ENDLESS = {"ignore_eos": True}
 LONG = {"model": MODEL, "prompt": "def area_7", "max_tokens": 200} | ENDLESS
 AUTH = f"authorization: Bearer {KEY}"

@@ -48,8 +48,15 @@ def test_answers_under_schemas_are_counted_and_their_rounds_timed() -> None:
     assert structured.summarise(asked) == pytest.approx(counts | medians)
 
 
-def test_every_specialist_has_its_price_unless_keys_and_values_are_shared() -> None:
-    rows = break_even.measure(TreeConfig(), context=2048)
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """Prices of all drafts."""
+    return break_even.measure(TreeConfig(), context=2048)
+
+
+def test_every_specialist_has_its_price_unless_keys_and_values_are_shared(
+    rows: list[dict[str, Any]],
+) -> None:
     assert len(rows) == 4 * 2 * 7 * 8
     by_draft = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
     prices = [row["break_even_percent"] for row in by_draft.values()]
@@ -67,8 +74,7 @@ def test_every_specialist_has_its_price_unless_keys_and_values_are_shared() -> N
     ]  # 8 heads x 128 numbers x 2 bytes, of keys and of values
 
 
-def test_a_wide_layer_is_read_whole_at_every_level() -> None:
-    rows = break_even.measure(TreeConfig(), context=2048)
+def test_a_wide_layer_is_read_whole_at_every_level(rows: list[dict[str, Any]]) -> None:
     of = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
     for wide, specialists in break_even.WIDE.items():
         weights = [of[name]["draft_gigabytes"] for name in (wide, specialists, "EAGLE-2")]

@@ -6,17 +6,19 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from serving import MODEL, serving, until
-from test_grammar import PERSON, TREE, draw_engine
+from test_grammar import PERSON, draw_engine
 from test_messages import Tokenising
 from test_text import BYTE_LEVEL
 
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.engine.grammar import Grammar, Guide
 from poss_jax.serving.bodies import ApiError, CompletionRequest
 from poss_jax.serving.requests import read_completion
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 EOS = 1
+TREE = TreeConfig(depth=2, top_k=2, total_tokens=5)
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +131,12 @@ def test_deep_grammars_do_not_overflow_the_stack(engine: Tokenising) -> None:
 
 
 def test_a_server_answers_as_the_engine_does() -> None:
-    """Streamed and whole; nothing is compiled after the warm-up."""
-    engine = draw_engine(TREE)
-    grammar = Grammar.json_schema(PERSON)
+    """Streamed and whole, as the target does alone; nothing is compiled after the warm-up."""
+    plain, grammar = draw_engine(None), Grammar.json_schema(PERSON)
     sampling = SamplingConfig(temperature=1.0, seed=7)
-    (want,) = engine.decode([engine.prepare("a é", 60, sampling, grammar=grammar)])
-    with serving(engine, batch_size=1, slots=(1,), max_logprobs=0, max_length=100) as served:
+    (want,) = plain.decode([plain.prepare("a é", 60, sampling, grammar=grammar)])
+    settings = {"slots": (1,), "max_logprobs": 0, "max_length": 100}
+    with serving(draw_engine(TREE), batch_size=1, **settings) as served:
         until(lambda: served.service.is_compiled, seconds=300)
         formats = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
         for is_streamed in (False, True):

@@ -65,9 +65,9 @@ def warming(engine: Engine, gate: Gate) -> Iterator[Scheduler]:
     thread = threading.Thread(target=scheduler.warm_up)
     thread.start()
     yield scheduler
+    scheduler.close()  # what is not compiled by now is left
     gate.open()
     thread.join()
-    scheduler.close()
 
 
 def answer_of(stream: Stream) -> Generation:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.options import python_model
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"poss_jax": "poss_jax", "train": "poss_jax/train", "infer": "poss_jax/infer"}
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
@@ -63,7 +61,9 @@ def test_the_wheel_holds_one_package(wheel: Path) -> None:
     assert {str(path.relative_to(ROOT)) for path in bundled if path.suffix != ".pyc"} <= set(names)
 
 
-def test_programs_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> None:
+def test_programs_run_where_there_is_no_checkout(
+    wheel: Path, fixtures: Path, tmp_path: Path
+) -> None:
     environment, folder = tmp_path / "environment", tmp_path / "empty"
     folder.mkdir()
     venv.create(environment)
@@ -75,9 +75,8 @@ def test_programs_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) ->
     assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "15\n"
     poss = str(environment / "bin" / "poss")
     assert run([poss, "plot", "--help"], folder).startswith("usage: poss plot ")
-    options = "--prompt import --max-new-tokens 4"
-    options += " --tree-depth 6 --stream"  # compiled by tests/test_python_models.py, too
-    models = [f"--target={python_model('target')}", f"--draft={python_model('poss3')}"]
+    options = "--prompt import --max-new-tokens 4 --tree-depth 1 --stream"
+    models = [f"--{name}={fixtures / 'format_v1' / name}" for name in ("target", "draft")]
     command = [str(environment / "bin" / "poss-generate"), *models, *options.split()]
     assert '"new_tokens": 4' in run(command, folder)
     assert list(folder.iterdir()) == []

@@ -13,6 +13,7 @@ whichever is longer. Phases run one after another, so a round's floor is the sum
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -346,19 +347,22 @@ def _key_value_weights(config: LlamaConfig, width: int) -> int:
     return 2 * config.num_kv_heads * config.head_dim * width
 
 
+_item_shapes = cache(item_shapes)  # of a few drafts, each asked for at every level
+
+
 def _input_width(draft: DraftConfig) -> int:
     """Width of what a specialist attends with: a state, or an embedding and a state."""
-    return item_shapes(draft)["specialists/0"]["attention"]["q"]["weight"][1]
+    return _item_shapes(draft)["specialists/0"]["attention"]["q"]["weight"][1]
 
 
 def _fuse_weights(draft: DraftConfig) -> int:
     """Weights of `fc`, which joins a feature of the target to an embedding or to a state."""
-    return prod(item_shapes(draft)["fc"]["weight"]) if "fc" in item_shapes(draft) else 0
+    return prod(_item_shapes(draft)["fc"]["weight"]) if "fc" in _item_shapes(draft) else 0
 
 
 def _project_weights(draft: DraftConfig) -> int:
     """Weights that join both halves in a specialist that has a projection."""
-    specialist = item_shapes(draft)["specialists/0"]
+    specialist = _item_shapes(draft)["specialists/0"]
     return prod(specialist["project"]["weight"]) if "project" in specialist else 0
 
 
