@@ -366,7 +366,7 @@ def test_no_program_needs_a_home_to_start(program: str, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.startswith("usage: ")
-    assert re.fullmatch("the home folder is unknown, .*\n+", result.stderr)
+    assert re.fullmatch(".*: the home folder is unknown; set HOME or .*\n+", result.stderr)
     assert list(tmp_path.iterdir()) == []
 
 
