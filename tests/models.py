@@ -226,3 +226,6 @@ def predict_depths(
 
     versions = first_version(inputs.features, depth)
     return unroll(config, inputs, versions, None, visit, range(depth))[2]
+
+
+jit_predict_depths = jax.jit(predict_depths, static_argnames=("config", "depth", "block"))

@@ -1,12 +1,20 @@
 """What chains of a draft predict, in float64 and with nothing kept from step to step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from models import predict_depths, random_draft, random_target, random_tokens, stacked, tiny_llama
+from models import (
+    jit_predict_depths,
+    random_draft,
+    random_target,
+    random_tokens,
+    stacked,
+    tiny_llama,
+)
 from test_recursion import draft_chains
 
 from poss_jax.config.models import DraftConfig
@@ -38,8 +46,9 @@ def check_chains(config: DraftConfig, predict: Predict, **near: Any) -> None:
         [_follow(config, predict, wide[0], wide[1][0], wide[2][0], int(s)) for s in starts]
     )
     inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
-    trained = predict_depths(stacked(draft), config, inputs, 3, block=4)
-    drafted = draft_chains(config, attach(draft, target), tokens, features, starts, 3)
+    trained = jit_predict_depths(stacked(draft), config, inputs, 3, block=4)
+    chains = partial(draft_chains, tokens=tokens, features=features, starts=starts, depth=3)
+    drafted = jax.jit(chains, static_argnums=0)(config, attach(draft, target))
     for depth in range(3):
         of_rows = trained[depth, 0, starts + depth]
         np.testing.assert_allclose(of_rows, wanted[:, depth], **near)

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from convert_sources import run
 from golden import ROOT_E3, Golden, load_golden, read_tensors
+from models import random_draft
 from test_export import assert_same, assert_same_model, read_folder
 
 from poss_jax.checkpoint.folder import write_model
@@ -22,7 +22,6 @@ from poss_jax.checkpoint.sums import read_sums
 from poss_jax.config.models import RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.export import plan_export
-from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import flatten_item, item_shapes, split_items
 
 SINGLE = ("eagle3", "specforge", "sglang", "speculators")
@@ -151,7 +150,7 @@ def variant(golden: Golden, folder: Path, **changes: Any) -> Path:
     """A model folder of a draft drawn at random for the recorded target."""
     layer = dataclasses.replace(golden.draft_config.layer, **changes.pop("layer", {}))
     config = dataclasses.replace(golden.draft_config, layer=layer, **changes)
-    draft = init_draft(config, jax.random.key(0))
+    draft = random_draft(config)
     record = new_record(config, golden.target_record.target, tokenizer_from=None)
     write_model(folder, record, split_items(config, draft), tokenizer_from=None)
     return folder

@@ -153,7 +153,7 @@ def test_lk_losses_and_their_gradient(lk, has_own_head, ids):
     np.testing.assert_allclose(total, 0.6 * loss, rtol=1e-6)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         wide = [jnp.asarray(x, jnp.float64) for x in (PREDICTIONS, own, HEAD, FEATURES)]
-        want, wanted = jax.value_and_grad(plain, argnums=(0, 1))(*wide, MASK)
+        want, wanted = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(*wide, MASK)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     wanted = [0.6 * np.asarray(gradient) for gradient in wanted]
     assert_near_in_norm(gradients[0], wanted[0])
@@ -185,7 +185,8 @@ def test_draft_losses_and_their_gradient(chunk, top_k):
     (total, losses), gradient = run(PREDICTIONS, MASK)
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x, jnp.float64) for x in (PREDICTIONS, HEAD, FEATURES, MASK)]
-        (want_total, terms), want_gradient = jax.value_and_grad(plain, has_aux=True)(*arrays, top_k)
+        run = jax.jit(jax.value_and_grad(plain, has_aux=True), static_argnums=4)
+        (want_total, terms), want_gradient = run(*arrays, top_k)
     got = [losses.feature, losses.probability, losses.top_k, total, losses.total]
     np.testing.assert_allclose(got, [*terms, want_total, want_total], rtol=1e-6)
     assert_near_in_norm(gradient, want_gradient)
@@ -256,7 +257,7 @@ def test_language_model_loss_and_its_gradient(chunk):
     loss, gradients = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(HEAD, FEATURES)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         wide = jnp.asarray(HEAD, jnp.float64), jnp.asarray(FEATURES, jnp.float64)
-        want, want_gradients = jax.value_and_grad(plain, argnums=(0, 1))(*wide)
+        want, want_gradients = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(*wide)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     for gradient, want_gradient in zip(gradients, want_gradients, strict=True):
         assert_near_in_norm(gradient, want_gradient)

@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import predict_depths, random_draft, random_target, random_tokens, stacked, tiny_llama
+from models import (
+    jit_predict_depths,
+    random_draft,
+    random_target,
+    random_tokens,
+    stacked,
+    tiny_llama,
+)
 
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import drafting
@@ -52,12 +59,10 @@ def test_recursion_equals_drafting_a_chain(method):
     )
     target, draft = random_target(llama), random_draft(config)
     tokens = random_tokens(llama, 1, T + 1)
-    features = encode(stacked(target), llama, tokens)[:, :-1]
+    features = jax.jit(encode, static_argnums=1)(stacked(target), llama, tokens)[:, :-1]
     embedded = target["embed"]["weight"][tokens[:, 1:]]
     inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
-    predictions = jax.jit(lambda draft: predict_depths(draft, config, inputs, depth, block=5))(
-        stacked(draft)
-    )
+    predictions = jit_predict_depths(stacked(draft), config, inputs, depth, block=5)
     starts = np.arange(T - depth + 1)
     chain = jax.jit(lambda params: draft_chains(config, params, tokens, features, starts, depth))(
         attach(draft, target)
@@ -74,7 +79,7 @@ def test_a_pass_through_start_predicts_the_feature_it_reads():
     started = family_of(config).pass_through(draft)
     features, embedded = (jax.random.normal(jax.random.key(n), (1, T, 32)) for n in range(2))
     inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
-    predictions = predict_depths(stacked(started), config, inputs, 3, block=5)
+    predictions = jit_predict_depths(stacked(started), config, inputs, 3, block=5)
     of_tokens = embedded[0] @ draft["fc"]["weight"][:, :32].T
     for d in range(3):
         rows = range(d, T)
