@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from models import (
     IDENTITY,
+    jit_predict_depths,
     make_engine,
-    predict_depths,
     random_draft,
     random_target,
     stacked,
@@ -73,11 +73,11 @@ def test_further_layers_start_without_a_jump() -> None:
     features, embedded = (jax.random.normal(jax.random.key(n), (2, T, 32)) for n in range(2))
     inputs = DraftInputs(features, embedded, jnp.ones((2, T), jnp.int32))
     before, after = (
-        predict_depths(stacked(one), config, inputs, 3, block=4)
+        jit_predict_depths(stacked(one), config, inputs, 3, block=4)
         for one, config in ((draft, PLAIN), (deepened, DEEP))
     )
     np.testing.assert_array_equal(before, after)
-    tree = TreeConfig(depth=3, top_k=3, total_tokens=9)
+    tree = TreeConfig(depth=2, top_k=3, total_tokens=7)
     plain, deep = (
         make_engine(LLAMA, target, config, one, tree=tree).generate(
             PROMPTS, max_new_tokens=20, batch_size=2
@@ -118,7 +118,7 @@ def test_every_layer_is_trained_and_the_texts_stay(
     assert (record.method, record.draft.layers_per_specialist) == ("poss12-deep3", (3, 1))
     for layer in draft["further"]:
         assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(layer))
-    prompts = ["--prompt", "def area_7"]
+    prompts = ["--prompt", "def area_7", "--tree", "2/2/5"]
     alone = generate(runs.model("target"), None, tmp_path, *prompts)
     deep = generate(runs.model("target"), str(trained / "model"), tmp_path, *prompts)
     assert [one["text"] for one in deep] == [one["text"] for one in alone]
@@ -131,7 +131,7 @@ class Crash(Exception):
 def test_a_deep_draft_of_8_bits_writes_the_same_texts() -> None:
     target = quantise_target(random_target(LLAMA), "int8")
     record = new_record(LLAMA, IDENTITY, tokenizer_from=None, quantised="int8")
-    alone = Engine(record, target, tree=TreeConfig(depth=3, top_k=2, total_tokens=6))
+    alone = Engine(record, target, tree=TreeConfig(depth=2, top_k=2, total_tokens=5))
     draft = new_record(DEEP, IDENTITY, tokenizer_from=None)
     deep = alone.with_draft(draft, random_draft(DEEP))
     for layer in deep.weights.draft["further"]:
@@ -143,6 +143,7 @@ def test_a_deep_draft_of_8_bits_writes_the_same_texts() -> None:
     assert texts == drafted
 
 
+@pytest.mark.slow
 def test_a_crashed_run_ends_like_an_uninterrupted_one(
     runs: Runs, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

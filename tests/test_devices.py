@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from models import random_draft, random_target, random_tokens, tiny_llama
-from programs import POSS2, Runs, refusal, write_config
+from programs import DRAFT, Runs, refusal, write_config
 
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
@@ -98,8 +98,8 @@ EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
     [
         pytest.param(TASK, {"data": 8}, id="data", marks=pytest.mark.slow),
         pytest.param(TASK, {"fsdp": -1, "data": 1}, id="fsdp", marks=pytest.mark.slow),
-        pytest.param(TASK, EIGHT, id="all", marks=pytest.mark.quick),
-        pytest.param(DEEP, EIGHT, id="all-deep"),
+        pytest.param(TASK, EIGHT, id="all", marks=pytest.mark.slow),
+        pytest.param(DEEP, EIGHT, id="all-deep", marks=pytest.mark.quick),  # has all of a TASK
         pytest.param(CHAINS, EIGHT, id="all-chains"),
     ],
 )
@@ -149,8 +149,10 @@ def test_a_part_that_several_devices_hold_is_read_once():
 
 
 def config_for(runs: Runs, folder: Path, **changes: Any) -> str:
-    """Eight steps of PosS-2, saved after the third and the sixth."""
-    values = POSS2 | {"target": runs.model("target"), "output": str(folder), "data": runs.data}
+    """Eight steps of PosS-1, saved after the third and the sixth."""
+    spans = {"positions_per_specialist": [1, 1], "depth": 2}
+    values = DRAFT | {"specialists": spans}
+    values |= {"target": runs.model("target"), "output": str(folder), "data": runs.data}
     budget = {"num_tokens": 8 * 64, "checkpoint_every": 3}
     return write_config(folder.parent / f"{folder.name}-configs", values | budget | changes)
 

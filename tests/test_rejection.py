@@ -122,7 +122,7 @@ def test_a_rejected_child_leaves_what_the_draft_gives_too_little():
 LLAMA = tiny_llama()
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(2, 2))
 VOCABULARY = tuple(range(0, LLAMA.vocab_size, 2))
-TREE = TreeConfig(depth=4, top_k=4, total_tokens=20)
+TREE = TreeConfig(depth=3, top_k=3, total_tokens=12)
 CONFIG = DecodeConfig(LLAMA, DRAFT, TREE, rows=64, drafting="sampled")
 NUM_NEW = 24
 ROWS = (  # temperature, top_k, seed
