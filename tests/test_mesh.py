@@ -67,7 +67,9 @@ def engine() -> Engine:
     return random_engine(POSS, EIGHT)
 
 
-of_either = pytest.mark.parametrize("draft", [POSS, DEEP], ids=["poss", "deep"])
+of_either = pytest.mark.parametrize(  # a deep draft has all that the other has
+    "draft", [pytest.param(POSS, marks=pytest.mark.slow), DEEP], ids=["poss", "deep"]
+)
 
 
 def moved(text: str) -> Iterator[tuple[str, int]]:

@@ -213,7 +213,11 @@ def assert_close(got: Any, want: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("rope", [LLAMA.rope, ROPE_BY_LENGTH], ids=lambda rope: rope.type)
+@pytest.mark.parametrize(
+    "rope",
+    [pytest.param(LLAMA.rope, marks=pytest.mark.slow), ROPE_BY_LENGTH],
+    ids=lambda rope: rope.type,
+)
 def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any, rope: Any) -> None:
     """A row of two documents trains as two rows of one, even if chains read past their ends."""
     cut, layer = 6, dataclasses.replace(TASK.draft.layer, rope=rope)
