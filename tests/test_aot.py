@@ -109,7 +109,7 @@ def test_a_round_copies_no_weight_and_no_cache(device, name, batch_size):
     assert not lines(program, findings.copies_of(program, whole))
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("batch_size", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", ["cpu", TPU])
 def test_a_deep_first_specialist_copies_none_either(device, batch_size):
     plan = planned(device, batch_size=batch_size, specialists=DEEP)

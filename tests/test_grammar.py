@@ -37,7 +37,7 @@ E3 = DraftConfig(
     aux_layers=(0, 1),
     head_size=128,
 )
-TREE = TreeConfig(depth=4, top_k=4, total_tokens=12)
+TREE = TreeConfig(depth=3, top_k=4, total_tokens=12)
 CHAIN = TreeConfig(depth=3, top_k=1, total_tokens=4)
 PERSON = {
     "type": "object",
@@ -118,7 +118,12 @@ def check_matches(answers: list[Generation]) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("tree", "config"), [(TREE, POSS), (CHAIN, POSS), (TREE, E3)], ids=["tree", "chain", "EAGLE-3"]
+    ("tree", "config"),
+    [
+        pytest.param(TREE, POSS, id="tree"),
+        pytest.param(CHAIN, POSS, id="chain", marks=pytest.mark.slow),
+        pytest.param(TREE, E3, id="EAGLE-3"),
+    ],
 )
 def test_drafts_change_no_text(
     tree: TreeConfig, config: DraftConfig, alone: list[Generation]

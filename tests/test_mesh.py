@@ -52,10 +52,15 @@ N = 12
 
 
 def random_engine(
-    draft: DraftConfig, mesh: MeshConfig | None, *, kind: Any = None, vocabulary: Any = None
+    draft: DraftConfig,
+    mesh: MeshConfig | None,
+    *,
+    kind: Any = None,
+    vocabulary: Any = None,
+    num_layers: int = LLAMA.num_layers,
 ) -> Engine:
     """An engine with random weights; the target's layers are as the draft's."""
-    llama = replace(draft.layer, num_layers=LLAMA.num_layers)
+    llama = replace(draft.layer, num_layers=num_layers)
     target = random_target(llama)
     if kind is not None:
         target = quantise_target(target, kind)

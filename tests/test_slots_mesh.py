@@ -75,8 +75,8 @@ def test_eight_devices_serve_the_texts_of_one_and_compile_nothing(
     draft: DraftConfig, vocabulary: Any, sizes: tuple[int, ...]
 ) -> None:
     """Two key heads do not divide among eight devices."""
-    engine = random_engine(draft, EIGHT, vocabulary=vocabulary)
-    alone = random_engine(draft, None, vocabulary=vocabulary)
+    alike = {"vocabulary": vocabulary, "num_layers": 1 + max(draft.aux_layers, default=0)}
+    engine, alone = (random_engine(draft, mesh, **alike) for mesh in (EIGHT, None))
     scheduler = Scheduler(Slots(engine, sizes=sizes, max_length=128))
     try:
         scheduler.warm_up()
@@ -137,7 +137,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 def test_a_follower_holds_the_texts_of_the_leader(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = random_engine(POSS, None)
+    engine = random_engine(POSS, None, num_layers=1)
     ours, theirs = (
         Slots(engine, sizes=(1, 4), max_length=128, max_prefix_bytes=2**20) for _ in range(2)
     )
