@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import METHODS, TREES, load_golden, read_json
+from golden import METHODS, load_golden, read_json
 from test_golden import pad_prompts
 from test_sampling import settings, text_of
 from watch import Watch
 
-from poss_jax.config.models import DraftConfig, Drafting
+from poss_jax.config.models import DraftConfig, Drafting, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, coupled_children, top_children
 from poss_jax.decode.sampling import draw_noise
@@ -19,6 +19,7 @@ from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.model.ranking import _top_k_of_blocks, choose
 
 LENGTH, V = 48, 30
+TREE = TreeConfig(depth=3, top_k=3, total_tokens=10)
 WATCH = Watch()
 
 
@@ -77,7 +78,7 @@ def test_more_is_accepted_and_nothing_changes(given, tmp_path):
     )
 
     def run(draft: DraftConfig | None, drafting: Drafting = "coupled"):
-        config = DecodeConfig(golden.llama, draft, TREES["_small"], rows=256, drafting=drafting)
+        config = DecodeConfig(golden.llama, draft, TREE, rows=256, drafting=drafting)
         return generate(golden.weights, config, request).output
 
     alone, coupled = run(None), run(golden.draft_config)

@@ -54,17 +54,21 @@ def test_a_window_leaves_out_the_rows_between(window):
     np.testing.assert_allclose(got, want, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["deep", "eagle3", pytest.param("eagle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["deep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle3"))],
+)
 def test_speculative_equals_autoregressive(name):
     draft = replace(DRAFTS[name], window=5)
     Shape(LLAMA, draft, TREE, 3, is_sampled=True).check_pairs(10)
 
 
 def test_an_engine_with_a_window_writes_the_same_text():
-    target, draft = python_model("target"), python_model("poss3")
+    target, draft = python_model("target"), python_model("eagle")
+    tree = TreeConfig(depth=2, top_k=2, total_tokens=5)
     texts = []
     for window in (None, 2):
-        engine = Engine.load(target, draft, tree=TREE, draft_window=window)
+        engine = Engine.load(target, draft, tree=tree, draft_window=window)
         assert engine.draft_config is not None and engine.draft_config.window == window
         texts += engine.generate(["def read_lines(path):\n"], max_new_tokens=24)
     assert texts[0].output_ids == texts[1].output_ids

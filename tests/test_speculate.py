@@ -24,7 +24,10 @@ SHAPES = {
     "tiny": ((1, 4, 2), (1,), 3),
     "first": ((4, 3, 14), (1, 2), 3, (3, 1)),
 }
-MARKS = dict.fromkeys(("default", "deep", "tiny"), pytest.mark.slow) | {"chain": pytest.mark.quick}
+# A first specialist of several layers is also in test_wide and test_draft_window.
+MARKS = dict.fromkeys(("default", "deep", "tiny", "first"), pytest.mark.slow) | {
+    "chain": pytest.mark.quick
+}
 
 # Both rotate the keys of texts beyond 24 tokens in another way.
 DYNAMIC = RopeConfig(type="dynamic", original_max_position_embeddings=24)
@@ -59,7 +62,7 @@ def test_speculative_equals_autoregressive(name):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "name",
-    [name if name == "default" else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES],
+    [name if name == "wide" else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES],
 )
 def test_greedy_speculative_equals_autoregressive(name):
     check_shape(SHAPES[name], cases=20, seed=0)
@@ -91,7 +94,7 @@ def test_shared_keys_and_values_take_one_cache():
     weights = Weights(target, attach(draft, target))
 
     def run(config: DraftConfig):
-        decode = DecodeConfig(llama, config, TreeConfig(depth=4, top_k=3, total_tokens=12), 64)
+        decode = DecodeConfig(llama, config, TreeConfig(depth=3, top_k=2, total_tokens=6), 64)
         state = jax.jit(lambda: speculate.generate(weights, decode, request))()
         return len(state.draft.cache.k), state.output
 
