@@ -194,14 +194,14 @@ def test_applied_and_given_to_programs_it_leaves_texts_as_they_are(
     assert after.weights_sha256 == before.weights_sha256
     assert (after.draft, after.target) == (before.draft, before.target)
     prompts = write_lines(tmp_path / "p.jsonl", {"prompt": "def area_7"}, {"prompt": "def"})
-    texts, rounds = [], []
+    texts, rounds, tree = [], [], ("--tree", "2/2/5")
     for folder, *options in (
         (None,),
         (draft,),
         (draft, "--draft-vocabulary", str(path)),
         (str(applied),),
     ):
-        lines = generate(target, folder, tmp_path, "--prompts", prompts, *options)
+        lines = generate(target, folder, tmp_path, "--prompts", prompts, *tree, *options)
         texts.append([line["output_ids"] for line in lines])
         rounds.append([line["accepted_per_round"] for line in lines])
     assert texts[1:] == texts[:-1]

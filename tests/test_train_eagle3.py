@@ -24,6 +24,7 @@ from poss_jax.model.documents import TrainBatch, encode
 from poss_jax.model.parameters import split_items
 from train.main import main
 
+SMALL_TREE = "--tree", "2/2/5"
 OBJECTIVE = {"feature_weight": 0.0, "probability_weight": 1.0, "top_k_weight": 0.0}
 E3 = {
     **DRAFT,
@@ -68,8 +69,9 @@ def test_it_learns_and_says_what_it_is(runs: Runs, run: Path) -> None:
 
 def test_it_drafts(runs: Runs, run: Path, tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "def area(width):"})
-    plain = generate(runs.model("target"), None, tmp_path, "--prompts", prompts)
-    drafted = generate(runs.model("target"), str(run / "model"), tmp_path, "--prompts", prompts)
+    given = "--prompts", prompts, *SMALL_TREE
+    plain = generate(runs.model("target"), None, tmp_path, *given)
+    drafted = generate(runs.model("target"), str(run / "model"), tmp_path, *given)
     assert drafted[0]["text"] == plain[0]["text"]
 
 
@@ -83,8 +85,9 @@ def test_a_vocabulary_for_the_target_s_head(runs: Runs, vocabulary: Path, tmp_pa
     assert record.method == "eagle2" and len(record.draft_vocabulary or ()) == 200
     prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "def area(width):"})
     draft = str(tmp_path / "run/model")
-    plain = generate(runs.model("target"), None, tmp_path, "--prompts", prompts)
-    drafted = generate(runs.model("target"), draft, tmp_path, "--prompts", prompts)
+    given = "--prompts", prompts, *SMALL_TREE
+    plain = generate(runs.model("target"), None, tmp_path, *given)
+    drafted = generate(runs.model("target"), draft, tmp_path, *given)
     assert drafted[0]["text"] == plain[0]["text"]
 
 
@@ -140,7 +143,9 @@ def test_a_draft_of_another_width_is_continued(runs: Runs, tmp_path: Path) -> No
     np.testing.assert_array_equal(trained["embed"]["weight"], draft["embed"]["weight"])
     prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "def area(width):"})
     texts = [
-        generate(runs.model("target"), draft, tmp_path, "--prompts", prompts)[0]["text"]
+        generate(runs.model("target"), draft, tmp_path, "--prompts", prompts, *SMALL_TREE)[0][
+            "text"
+        ]
         for draft in (None, str(tmp_path / "run/model"))
     ]
     assert texts[0] == texts[1]
