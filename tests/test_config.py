@@ -12,7 +12,7 @@ import pydantic
 import pytest
 
 from poss_jax.config import bench, data, decoding, models, regenerate, training
-from poss_jax.config.bench import BenchConfig, DesignConfig, DriftConfig
+from poss_jax.config.bench import BenchConfig, DriftConfig
 from poss_jax.config.decoding import AnswerConfig, DecodingConfig, GenerateConfig, SamplingConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config, config_to_dict
@@ -212,7 +212,6 @@ NEEDED = {
     DraftConfig: {"layer": LAYER},
     TrainConfig: DRAFT_RUN,
     BenchConfig: {"target": "t"},
-    DesignConfig: {"layers": 1},
     DriftConfig: {"target": "t", "drafts": {"d": "d"}},
     DecodingConfig: {"target": "t"},
     AnswerConfig: {"target": "t"},

@@ -217,7 +217,6 @@ def test_files_of_a_report(
 ) -> None:
     arguments = ["--target", config.target, "--prompts", config.prompts, "--depth", str(R)]
     arguments += ["--draft", f"poss2={config.drafts['poss2']}", "--max-new-tokens", str(N)]
-    arguments += ["design={layers: 3, misses_left: 0.5}"]
     main([*arguments, "--output", str(tmp_path / "report")])
     *table, where, last = capsys.readouterr().out.splitlines()
     report = json.loads(last, parse_constant=pytest.fail)  # nothing that only Python reads
@@ -226,9 +225,6 @@ def test_files_of_a_report(
     assert "\n".join(table) + "\n" == (tmp_path / "report" / "report.md").read_text()
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == report
     assert report["drafts"]["poss2"]["specialists"] == [0, 0, 1] and report["pairs"] == []
-    best, equal = report["drafts"]["poss2"]["design"].values()
-    assert sum(best["positions_per_specialist"]) == sum(equal["positions_per_specialist"]) == R
-    assert best["tokens_per_second"] >= equal["tokens_per_second"] > 0
     plot = tmp_path / "report" / "drift.svg"
     assert plot.exists() == (importlib.util.find_spec("matplotlib") is not None)
     assert not plot.exists() or "<svg" in plot.read_text()

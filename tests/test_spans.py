@@ -1,4 +1,4 @@
-"""The advised spans and layers: drawn examples, and every cut there is."""
+"""The advised spans: drawn examples, and every cut there is."""
 
 import functools
 from itertools import combinations, pairwise
@@ -6,16 +6,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from infer.drift.spans import (
-    Design,
-    Gains,
-    add_costs,
-    advise_design,
-    advise_spans,
-    cost_of,
-    expected_length,
-    list_designs,
-)
+from infer.drift.spans import add_costs, advise_spans, cost_of
 
 
 def test_spans_end_where_the_drift_jumps():
@@ -63,57 +54,3 @@ def test_no_other_cut_is_better(seed: int):
             )
         best = [-length for length in min(costs)[2]]
         assert advise_spans(drift.tolist(), weight.tolist(), num_spans) == best
-
-
-# --------------------------------------------------------------------------------------------------
-# Layers, too
-
-
-def test_designs_within_three_layers() -> None:
-    designs = [(list(one.spans), one.layers) for one in list_designs(3, 3)]
-    assert designs == [([3], 1), ([1, 2], 1), ([1, 2], 2), ([2, 1], 1), ([1, 1, 1], 1)]
-
-
-def test_expected_length_by_hand() -> None:
-    """Spans of one depth lose nothing; two layers leave half of the misses at position 1."""
-    drift, gains = [0.0, 0.4], Gains(variation=1.0, misses_left=0.5)
-    plain, cut, deep = Design((2,)), Design((1, 1)), Design((1, 1), 2)
-    lengths = [expected_length([0.5, 0.5], drift, gains, one) for one in (plain, cut, deep)]
-    mean = 0.5 * 0.4 / 1.5
-    first, second = 0.5 + mean**2, 0.5 + (0.4 - mean) ** 2
-    half = 1 - (1 - first) / 2
-    wanted = [1 + 0.5 + 0.25, 1 + first + first * second, 1 + half + half * second]
-    assert lengths == pytest.approx(wanted)
-
-
-def made_up(spans: tuple[int, ...], layers: int) -> list[float]:
-    """Acceptance of a made-up draft: a specialist pays for every kind of input but one."""
-    kinds, accepted = [0, 1, 1, 1, 2, 2, 2, 2], []
-    for first, end in pairwise([0, *np.cumsum(spans)]):
-        accepted += [0.9 - 0.1 * len({*kinds[first:end]})] * (end - first)
-    accepted[0] = 1 - (1 - accepted[0]) * 0.7 ** np.log2(layers)
-    return accepted
-
-
-@pytest.mark.parametrize(
-    ("misses_left", "proposed"), [(0.7, Design((1, 3, 4), 2)), (0.99, Design((1, 3, 4)))]
-)
-def test_the_proposal_beats_equal_spans(misses_left: float, proposed: Design) -> None:
-    """It draws on the draft with one specialist; what designs then accept is another matter."""
-    drift, gains = [0.0, 0.4, 0.4, 0.4, 0.9, 0.9, 0.9, 0.9], Gains(1.0, misses_left)
-
-    def speed(design: Design) -> float:
-        return (1 + np.cumprod(made_up(*design)).sum()) / time_of(design)
-
-    def time_of(design: Design) -> float:
-        return 10 + 0.1 * (len(design.spans) + design.layers)
-
-    measured = made_up((8,), 1)
-    best = advise_design(measured, drift, gains, num_layers=4, time_of=time_of)
-    assert best == proposed
-    for spans in [(4, 4), (3, 3, 2), (2, 2, 2, 2)]:
-        assert speed(best) > speed(Design(spans))
-    dear = advise_design(
-        measured, drift, gains, num_layers=4, time_of=lambda one: len(one.spans) + one.layers
-    )
-    assert dear == Design((8,))

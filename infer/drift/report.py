@@ -115,21 +115,7 @@ def _summary(drafts: dict[str, Any]) -> list[str]:
         if has_spans:
             cells.append(draft["positions_per_specialist"])
         table.append(cells)
-    lines = format_rows(["draft", *head, *["positions_per_specialist"] * has_spans], table)
-    designs = {name: draft["design"] for name, draft in drafts.items() if "design" in draft}
-    return lines + _designs(designs) if designs else lines
-
-
-def _designs(designs: dict[str, Any]) -> list[str]:
-    """Proposed designs, and equal spans with as many layers."""
-    table = [
-        [name, one["positions_per_specialist"], one["layers_per_specialist"][0],
-         f"{one['tokens_per_second']:.1f}", equal["positions_per_specialist"],
-         f"{equal['tokens_per_second']:.1f}"]
-        for name, (one, equal) in ((n, design.values()) for n, design in designs.items())
-    ]  # fmt: skip
-    head = ["draft", "proposed", "layers of the first", "tokens/s", "equal spans", "tokens/s"]
-    return ["", *format_rows(head, table)]
+    return format_rows(["draft", *head, *["positions_per_specialist"] * has_spans], table)
 
 
 def _pairs(pairs: list[dict[str, Any]]) -> list[str]:

@@ -1,7 +1,7 @@
 """Follows drafts along the target's own answers, teacher-forced and in earnest."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, zip_longest
 from typing import Any
 
@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
 from poss_jax.checkpoint.record import ModelRecord
-from poss_jax.config.bench import DesignConfig, DriftConfig
-from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.bench import DriftConfig
+from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.data.conversations import Tokens
@@ -28,16 +28,13 @@ from poss_jax.model.specialists import split_embedding
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Params
 
-from ..bench.costs import DEVICES, Workload, cost_card, floors, stored_in
 from ..bench.measure import Decoder, load_decoders, play
 from ..bench.questions import read_questions
 from ..bench.report import open_output, show_report, with_provenance
 from ..bench.statistics import compare, estimate, estimate_mean, share
 from ..bench.summary import LOOPING_BELOW, count_reaching, distinct_ngram_share
 from .report import format_brief, format_report, plot_report
-from .spans import Design, Gains, advise_design, advise_spans, expected_length
-
-_BYTES = 2.0  # per number of a priced design: bfloat16
+from .spans import advise_spans
 
 Answers = list[list[Generation]]
 """Answers to the turns of every question."""
@@ -84,9 +81,6 @@ def study(config: DriftConfig) -> dict[str, Any]:
     for name in config.drafts:
         followed = follow(config, name, record, target, rows)
         drafts[name] = describe_draft(texts, decoded[name], followed, config.spans)
-        if config.design:
-            numbers = drafts[name]["by_depth"]
-            drafts[name]["design"] = propose(config.design, followed.config, record.llama, numbers)
     lengths = {name: _lengths(answers) for name, answers in decoded.items()}
     report = {
         "prompts": len(texts),
@@ -272,41 +266,6 @@ def _share_as_predicted(texts: Answers, decoded: Answers, tokens: np.ndarray) ->
         )
     ]
     return float(np.mean(is_predicted)) if is_predicted else None
-
-
-def propose(
-    wanted: DesignConfig, draft: DraftConfig, target: LlamaConfig, by_depth: dict[str, Any]
-) -> dict[str, Any]:
-    """Proposes spans and layers, with the tokens per second that they, and equal spans, promise.
-
-    The numbers were measured with a draft that has one specialist of one layer.
-    """
-    acceptance = np.nan_to_num(np.array(by_depth["conditional_acceptance"]["value"], float))
-    drift, depth = _drift(by_depth), len(acceptance)
-    gains = Gains(wanted.variation, wanted.misses_left)
-
-    def time_of(design: Design) -> float:
-        shape = replace(
-            draft, positions_per_specialist=design.spans, layers_per_specialist=(design.layers,)
-        )
-        chain = TreeConfig(depth=depth, top_k=1, total_tokens=depth + 1)
-        work = Workload(target=target, draft=shape, tree=chain, batch=wanted.batch_size)
-        card = cost_card(stored_in(work, _BYTES), prompt_tokens=1)
-        return floors(card, DEVICES[wanted.device])["round"]
-
-    best = advise_design(acceptance, drift, gains, num_layers=wanted.layers, time_of=time_of)
-    num_equal = min(len(best.spans) + best.layers - 1, depth)
-    equal = Design(tuple(advise_spans([0.0] * depth, [1.0] * depth, num_equal)))
-
-    def describe(one: Design) -> dict[str, Any]:
-        length = expected_length(acceptance, drift, gains, one)
-        return {
-            "positions_per_specialist": list(one.spans),
-            "layers_per_specialist": [one.layers],
-            "tokens_per_second": 1000 * length / time_of(one),
-        }
-
-    return {"best": describe(best), "equal": describe(equal)}
 
 
 def _drift(by_depth: dict[str, Any]) -> list[float]:

@@ -1,14 +1,14 @@
 """Settings of the programs that compare drafts."""
 
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.decoding import SMOLLM2, DecodingConfig
 from poss_jax.config.models import STRICT, Drafting, Quantisation, TreeConfig
-from poss_jax.config.numbers import Count, Depth, Fraction, PositiveOrZero, Seed, Temperature
+from poss_jax.config.numbers import Count, Depth, Seed, Temperature
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -129,27 +129,6 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DesignConfig:
-    """What designs of a draft may cost and do gain (docs/experiments.md).
-
-    Attributes:
-      layers: Most layers of all specialists together.
-      device: Device whose cost card gives the time of a round.
-      batch_size: Number of sequences of that round.
-      variation: Acceptance that a position loses per squared distance of its input's drift from the
-        mean of its span. The default is measured: PosS-1 and HASS for SmolLM2.
-      misses_left: Share of the misses at position 1 that is left where the first specialist's
-        layers double. The default is measured, after short training: for SmolLM2.
-    """
-
-    layers: Count
-    device: Literal["v5e", "v5p", "v6e", "h100", "h200"] = "h100"
-    batch_size: Count = 1
-    variation: PositiveOrZero = 0.07
-    misses_left: Fraction = 0.998
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DriftConfig(ComparisonConfig):
     """One analysis of drafts by depth, along the target's own greedy answers.
 
@@ -158,7 +137,6 @@ class DriftConfig(ComparisonConfig):
       max_new_tokens: Most new tokens of an answer; more than depth.
       depth: Number of drafted positions to measure.
       spans: Number of specialists to propose positions_per_specialist for (docs/experiments.md).
-      design: Budget to propose spans and layers for.
       allow_target_mismatch: Use a draft made for other weights of the same shape.
     """
 
@@ -166,7 +144,6 @@ class DriftConfig(ComparisonConfig):
     max_new_tokens: Count = 128
     depth: Depth = 8
     spans: Count | None = None
-    design: DesignConfig | None = None
     allow_target_mismatch: bool = False
 
     def __post_init__(self) -> None:
