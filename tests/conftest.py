@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from emitters import OLDER_EMITTERS
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
-        # XLA's older emitters compile in a third of the time. A libtpu that does not know the flag
-        # ends the process.
-        "" if importlib.util.find_spec("libtpu") else "--xla_cpu_use_fusion_emitters=false",
+        OLDER_EMITTERS,
     ]
 )
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network

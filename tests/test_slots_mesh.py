@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from emitters import OLDER_EMITTERS
 from models import one_layout
 from test_mesh import E3, EIGHT, POSS, SAMPLED, TREE, random_engine
 
@@ -223,7 +224,7 @@ def server_of_two(folder: Path, models: Path) -> Iterator[tuple[str, list[subpro
     """Two processes with a device each that serve one model: address and processes."""
     port = free_port()
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+        "XLA_FLAGS": OLDER_EMITTERS,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
     }
