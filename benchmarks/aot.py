@@ -11,11 +11,11 @@ are skipped.
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from poss_jax.config.paths import child_python
 from poss_jax.program.running import Parser, run_program
 from poss_jax.program.tables import format_rows
 
@@ -51,7 +51,8 @@ def measure(config: str, device: str, changes: list[str], program: str) -> dict[
     kind = "--topology" if ":" in device else "--gpu"
     words = ["-m", "infer.aot", "--config", f"configs/aot/{config}.yaml", kind, device]
     words += [*changes, f"programs=[{program}]"]
-    run = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command, environment = child_python(*words)
+    run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     if run.returncode:
         raise SystemExit(run.returncode)
     report = json.loads(run.stdout.splitlines()[-1])

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -22,6 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.request import urlopen
+
+from poss_jax.config.paths import child_python
 
 QUESTION = "Which city is it, Lisbon or Porto?"
 CHAT = [{"role": "user", "content": QUESTION}]
@@ -217,8 +218,8 @@ def evaluate(folder: str, model: str, args: str) -> list[float]:
 
 def run(program: str, *words: str, **environment: str) -> str:
     """Runs a client's program; returns what it prints."""
-    command = [sys.executable, "-m", program, *words]
-    options: Any = {"env": os.environ | environment, "timeout": _SECONDS, "text": True}
+    command, inherited = child_python("-m", program, *words)
+    options: Any = {"env": inherited | environment, "timeout": _SECONDS, "text": True}
     done = subprocess.run(command, capture_output=True, check=False, **options)
     assert done.returncode == 0, done.stderr.strip().splitlines()[-1:]
     return done.stdout

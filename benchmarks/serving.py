@@ -22,7 +22,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -41,6 +40,7 @@ from benchmarks.schemas import KINDS, Schema, draw_schemas
 from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.paths import child_python
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.prompts import PreparedPrompt
@@ -116,8 +116,8 @@ def serve(args: argparse.Namespace, draft: str | None) -> AbstractContextManager
 @contextmanager
 def running(words: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Runs a server, by the arguments of `python`, until it is ready; gives process and address."""
-    command = [sys.executable, *words, "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    command, environment = child_python(*words, "--port", "0")
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         found = next(filter(None, map(_ADDRESS.search, process.stderr)))
         # Drain the rest of its stderr, or a full pipe would block the server.

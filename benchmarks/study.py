@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +46,7 @@ from poss_jax.checkpoint.record import new_record, provenance, read_record
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import STRICT, TreeConfig
 from poss_jax.config.numbers import Seed
+from poss_jax.config.paths import child_python
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.parameters import split_items
@@ -189,12 +189,14 @@ def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
     if width := config.variants[run.variant].get("widen"):
         words.append(f"init_draft={widen(config, width)}")
     share_rows(config, load_config(TrainConfig, config.start, words))
-    command = [sys.executable, "-m", "train.main", "--config", config.start, *words]
+    command, environment = child_python("-m", "train.main", "--config", config.start, *words)
+    if not is_alone:
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     done = subprocess.run(
         command,
         stdout=subprocess.DEVNULL,
         stderr=None if is_alone else subprocess.PIPE,
-        env=None if is_alone else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},
+        env=environment,
         text=True,
         check=False,
     )

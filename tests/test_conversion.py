@@ -25,10 +25,10 @@ def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[st
     commands: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] == ["-m", "poss_jax.convert"]
-        commands.append(command[3:])
+        assert command[1:4] == ["-P", "-m", "poss_jax.convert"]
+        commands.append(command[4:])
         try:
-            convert(command[3:])
+            convert(command[4:])
         except UserError as error:
             return subprocess.CompletedProcess(command, 2, stderr=f"tqdm\nerror: {error}\n")
         return subprocess.CompletedProcess(command, 0)
@@ -74,6 +74,16 @@ def test_what_is_not_here_is_one_line(conversions: list[list[str]], tmp_path: Pa
     missing = str(tmp_path / "nothing" / "here")
     assert missing in refusal(generate, missing, "--prompt", "x")
     assert len(conversions) == 1
+
+
+def test_an_empty_path_is_not_the_working_folder(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, conversions: list[list[str]]
+) -> None:
+    monkeypatch.chdir(checkpoint)
+    for words in (["--target", ""], [""], [".", "--draft", ""], [".", "--output", ""]):
+        message = refusal(generate, *words, "--prompt", "x")
+        assert message.startswith("want a path, got an empty text"), words
+    assert len(conversions) == 1  # of `.`
 
 
 def test_the_target_comes_first() -> None:

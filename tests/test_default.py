@@ -53,8 +53,8 @@ def converted(environment: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return plan_target(str(ROOT_E3 / "target"), **options)  # type: ignore[arg-type]
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] == ["-m", "poss_jax.convert"]
-        convert(command[3:])
+        assert command[1:4] == ["-P", "-m", "poss_jax.convert"]
+        convert(command[4:])
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr("poss_jax.convert.plan.plan_target", plan)

@@ -57,6 +57,8 @@ def violations(path: Path, source: str) -> list[str]:
     forbidden -= {"argparse"} if name == "program" else set()
     forbidden -= {"torch"} if path.stem == "torch_io" else set()
     found = [f"line {node.lineno}: runs after the program" for node in after_entry(tree)]
+    if path.name != "paths.py" and "sys.executable" in source:
+        found.append("starts Python without child_python")
     for target in imports(tree, highest=len(path.parts) - 1 if top != "poss_jax" else 0):
         first, second, *_ = (*target.split("."), "")
         module = second if second in MODULES else "__init__"
@@ -75,6 +77,11 @@ def violations(path: Path, source: str) -> list[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_module_keeps_the_rules(path: Path):
     assert violations(path.relative_to(ROOT), path.read_text()) == []
+
+
+def test_benchmarks_start_children_with_child_python():
+    sources = {path: path.read_text() for path in (ROOT / "benchmarks").rglob("*.py")}
+    assert [path for path, text in sources.items() if "sys.executable" in text] == []
 
 
 @pytest.mark.parametrize(
@@ -100,6 +107,7 @@ def test_module_keeps_the_rules(path: Path):
         ("infer/bench/compare.py", "import train"),
         ("train/main.py", "from train.loop import run_steps"),
         ("infer/lossless.py", "if __name__ == '__main__':\n  cli()\nSIZE = 3"),
+        ("infer/lossless.py", "import subprocess, sys; subprocess.run([sys.executable])"),
     ],
 )
 def test_rule_is_enforced(path: str, source: str):

@@ -2,16 +2,14 @@
 
 import hashlib
 import logging
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from poss_jax.checkpoint.locks import hold_lock
 from poss_jax.checkpoint.record import FORMAT_VERSION
-from poss_jax.config.paths import cache_folder, is_uri, local_path
+from poss_jax.config.paths import cache_folder, child_python, is_uri, local_path
 from poss_jax.config.reading import UserError
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -78,10 +76,10 @@ def _is_there(folder: Path) -> bool:
 def _convert(source: str, folder: Path, command: Sequence[str]) -> None:
     _LOG.warning("converting %s into %s, once", source, folder)
     # Another process gives its memory back, and leaves an accelerator to this one.
-    words = [sys.executable, "-m", "poss_jax.convert", *command]
+    words, environment = child_python("-m", "poss_jax.convert", *command)
     words += ["--source", source, "--output", str(folder)]
-    places = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(words, env=os.environ | places, capture_output=True, text=True)
+    environment["JAX_PLATFORMS"] = "cpu"
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{source}: {done.stderr.strip().rpartition('error: ')[2]}")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

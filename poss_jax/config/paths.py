@@ -9,6 +9,7 @@ import io
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -41,9 +42,9 @@ def as_path(path: str | AnyPath) -> AnyPath:
     """Turns a user's text into a path; `~` is the home folder.
 
     Raises:
-      UserError: a URI of an unknown kind, or of a store that cannot be reached.
+      UserError: an empty text, a URI of an unknown kind, or of a store that cannot be reached.
     """
-    return _reach(str(path)) if is_uri(path) else Path(os.path.expanduser(path))
+    return _reach(str(path)) if is_uri(path) else _expand(path)
 
 
 def absolute(path: str | AnyPath) -> AnyPath:
@@ -66,10 +67,16 @@ def local_path(path: str | Path, name: str) -> Path:
       name: name of the setting, for the message.
 
     Raises:
-      UserError: a URI.
+      UserError: an empty text, or a URI.
     """
     if _CUT_URI.match(str(path)):
         raise UserError(f"{name} {path}: want a path of this machine, got a URI; name a local path")
+    return _expand(path)
+
+
+def _expand(path: str | AnyPath) -> Path:
+    if not str(path):  # pathlib reads it as the working folder
+        raise UserError("want a path, got an empty text; name one, or leave the setting out")
     return Path(os.path.expanduser(path))
 
 
@@ -113,6 +120,15 @@ def traces_folder() -> Path | None:
     """
     named = os.environ.get(TRACES)
     return local_path(named, TRACES) if named else None
+
+
+def child_python(*arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a Python process that imports what this process imports.
+
+    `-P` keeps the working folder out of its import path: a `numpy.py` there would be run.
+    """
+    import_path = os.pathsep.join(filter(None, sys.path))
+    return [sys.executable, "-P", *arguments], os.environ | {"PYTHONPATH": import_path}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,10 +7,8 @@ fraction of a millisecond per call.
 
 import atexit
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -18,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from poss_jax.config.paths import child_python
 from poss_jax.config.reading import one_line
 
 SECONDS = 2.0  # of processor time per text
@@ -166,12 +165,13 @@ class _Worker:
 
 
 def _start() -> subprocess.Popen[bytes]:
+    command, environment = child_python(str(Path(__file__).with_name("render_worker.py")))
     return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("render_worker.py"))],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env=environment | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "OPENBLAS_NUM_THREADS": "1"},
         process_group=0,  # Ctrl-C goes to the program alone
     )
 

@@ -21,9 +21,10 @@ def load_engine(config: AnswerConfig) -> Engine:
     keep_traces(traces_folder())
     target, draft = config.target, config.draft
     if target == SMOLLM2:
-        target, draft = default_target(), draft or next(iter(default_drafts().values()), None)
+        target = default_target()
+        draft = next(iter(default_drafts().values()), None) if draft is None else draft
     target = find_model(str(target))
-    draft = draft and find_model(str(draft), target=target)
+    draft = None if draft is None else find_model(str(draft), target=target)
     trees = {} if config.trees is None else read_trees(as_path(config.trees))
     check_depths(trees.values())
     return Engine.load(
