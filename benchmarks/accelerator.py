@@ -16,7 +16,7 @@ everything on a CPU.
 
     python -m benchmarks.accelerator --output runs/accelerator
     python -m benchmarks.accelerator --only server --clients 1 4 16 64 --minutes 20
-    python -m benchmarks.accelerator --only methods --methods poss3 --phases --torch
+    python -m benchmarks.accelerator --only methods --methods poss3 --phases
 """
 
 import argparse
@@ -45,7 +45,6 @@ from benchmarks.random_pair import (
     random_state,
 )
 from benchmarks.random_server import measure_load, serving
-from benchmarks.torch_loop import measure_torch, need_torch
 from infer.bench.costs import Device, cost_card, describe_workload, floors
 from infer.bench.phases import measure_card, start
 from infer.bench.rates import measure_roofline
@@ -320,10 +319,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     show(f"{device.name}: {device.bytes_per_second / 1e9:.0f} GB/s, "
          f"{device.flops_per_second / 1e12:.2f} TFLOP/s")  # fmt: skip
-    if args.torch:
-        prompt = np.random.default_rng(0).integers(0, llama.vocab_size, args.contexts[0]).tolist()
-        report["torch"] = measure_torch(llama, prompt, args.rounds)
-        show("PyTorch, ms per token: {loop:.2f}, generate {generate:.2f}".format(**report["torch"]))
     for part, rows in list_jobs(llama, device, args):
         if part not in args.only:
             continue
@@ -346,7 +341,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--minutes", type=at_least(1), default=8, metavar="N")
-    parser.add_argument("--torch", action="store_true", help="time PyTorch, too")
     parser.add_argument("--phases", action="store_true", help="time the phases of rounds, too")
     parser.add_argument("--tiny", action="store_true", help="a pair of a few thousand weights")
     methods = PLAIN, *FAMILIES
@@ -382,8 +376,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.set_defaults(**TINY)
         args = parser.parse_args(arguments)
     args.contexts.sort()
-    if args.torch:
-        need_torch()
     return args
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.options import add_numbers, make_parser
-from benchmarks.torch_loop import need_torch
 from infer.bench.rates import count_cores
 from infer.bench.report import show_report
 from poss_jax.bundled.default import default_drafts, default_target, find_gguf
@@ -56,11 +55,7 @@ def our_engines(alone: Engine) -> dict[str, Answer]:
 
 def llama_cpp(gguf: Path, num_threads: int) -> Answer:
     """llama.cpp with its own server's settings, on the file as it is."""
-    try:
-        xllamacpp: Any = importlib.import_module("xllamacpp")
-    except ImportError:
-        raise UserError("xllamacpp missing; pip install xllamacpp") from None
-
+    xllamacpp = _import("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = str(gguf)
     params.n_parallel, params.n_ctx, params.verbosity = 1, 2048, 0
@@ -78,10 +73,8 @@ def llama_cpp(gguf: Path, num_threads: int) -> Answer:
 
 def transformers_loop(gguf: Path, alone: Engine) -> Answer:
     """A greedy loop over transformers' model of the same file."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
+    torch, transformers = _import("torch"), _import("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     ).eval()
 
@@ -134,7 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     add_numbers(parser, {"questions": 6, "tokens": 128, "repeats": 3})
     args = parser.parse_args(arguments)
-    need_torch()
     num_threads = count_cores()
     gguf, alone = find_gguf(), Engine.load(default_target())
     engines = our_engines(alone)
@@ -163,6 +155,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "provenance": provenance(),
     }
     show_report(report, format_table(report), args.output)
+
+
+def _import(name: str) -> Any:
+    """Imports a package that nothing else here needs."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(f"{name} missing; pip install {name}") from None
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Options that benchmarks have."""
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from infer.bench.report import check_output
 from poss_jax.config.models import TreeConfig
@@ -11,6 +13,7 @@ from poss_jax.program.arguments import at_least
 from poss_jax.program.running import Parser
 
 TREE = "DEPTH/TOP_K/TOTAL"
+Schema = dict[str, Any]
 
 _PYTHON_MODELS = Path(__file__).parent.parent / "tests" / "fixtures" / "python"
 
@@ -18,6 +21,12 @@ _PYTHON_MODELS = Path(__file__).parent.parent / "tests" / "fixtures" / "python"
 def python_model(name: str) -> Path:
     """Folder of a small model that writes Python: `target`, or a draft for it, such as `poss3`."""
     return _PYTHON_MODELS / name
+
+
+def read_schemas() -> list[tuple[str, Schema]]:
+    """Kind and content of 200 JSON schemas such as clients send, eight of each kind."""
+    lines = Path(__file__).with_name("schemas.jsonl").read_text().splitlines()
+    return [(row["kind"], row["schema"]) for row in map(json.loads, lines)]
 
 
 def make_parser(doc: str | None) -> Parser:

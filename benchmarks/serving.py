@@ -35,8 +35,7 @@ import httpx
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.options import make_parser, python_model
-from benchmarks.schemas import KINDS, Schema, draw_schemas
+from benchmarks.options import Schema, make_parser, python_model, read_schemas
 from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import SamplingConfig
@@ -79,8 +78,8 @@ class Case:
 
 def make_cases(engine: Engine, max_new_tokens: int, *, is_mixed: bool = False) -> list[Case]:
     """Draws requests, and answers them without a server; mixed ones share prefixes or a schema."""
-    drawn = [schema for _, schema in draw_schemas(1 + NUM_CASES // len(KINDS))]
-    schemas = [drawn[i] if is_mixed and i % 3 == 0 else None for i in range(NUM_CASES)]
+    drawn = read_schemas()[:NUM_CASES]
+    schemas = [schema if is_mixed and i % 3 == 0 else None for i, (_, schema) in enumerate(drawn)]
     prompts = [
         engine.prepare(
             SHARED * (is_mixed and i % 2) + PROMPTS[i % len(PROMPTS)],

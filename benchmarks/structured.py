@@ -1,6 +1,6 @@
 """Answers under JSON schemas: are all valid, how long are drafts accepted, what do rounds cost?
 
-Asks the default model for an example of every schema of `schemas.py`, greedily: with its bundled
+Asks the default model for an example of every schema of `schemas.jsonl`, greedily: with its bundled
 draft under the schema as grammar and without grammar, and some without the draft under the grammar.
 Prints a table, and as its last line one JSON object; --output keeps report.json and report.md.
 Times are of rounds alone, from the first token on; CPU time is of all threads.
@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import jsonschema_rs
 from tqdm import tqdm
 
-from benchmarks.options import add_numbers, make_parser
-from benchmarks.schemas import Schema, draw_schemas
+from benchmarks.options import Schema, add_numbers, make_parser, read_schemas
 from infer.bench.report import show_report
 from poss_jax.bundled.default import default_drafts, default_target
 from poss_jax.checkpoint.record import provenance
@@ -99,13 +98,13 @@ def format_table(report: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
     parser = make_parser(__doc__)
-    add_numbers(parser, {"schemas": 8, "alone": 25, "tokens": 128})
+    add_numbers(parser, {"schemas": 200, "alone": 25, "tokens": 128})
     args = parser.parse_args(arguments)
     alone = Engine.load(default_target())
     engine = alone.load_draft(default_drafts()[DRAFT])
     runs: dict[str, list[Asked]] = {"grammar": [], "no grammar": [], "grammar, no draft": []}
     num_equal = 0
-    for index, (_, schema) in enumerate(tqdm(list(draw_schemas(args.schemas)))):
+    for index, (_, schema) in enumerate(tqdm(read_schemas()[: args.schemas])):
         guided = ask(engine, schema, args.tokens, is_guided=True)
         runs["grammar"].append(guided)
         runs["no grammar"].append(ask(engine, schema, args.tokens, is_guided=False))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from models import tiny_llama
 
-from benchmarks import accelerator, break_even, random_pair, structured
+from benchmarks import accelerator, random_pair, structured
 from benchmarks.options import read_tree
 from infer.bench.costs import DEVICES, Device, Workload, cost_card, floors
 from infer.bench.rates import Roofline
@@ -46,68 +46,6 @@ def test_answers_under_schemas_are_counted_and_their_rounds_timed() -> None:
     counts = {"answers": 3, "finished": 2, "valid": 1, "tokens": 8, "acceptance_length": 1.25}
     medians = {"milliseconds": 150.0, "cpu_milliseconds": 200.0}
     assert structured.summarise(asked) == pytest.approx(counts | medians)
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    """Prices of all drafts."""
-    return break_even.measure(TreeConfig(), context=2048)
-
-
-def test_every_specialist_has_its_price_unless_keys_and_values_are_shared(
-    rows: list[dict[str, Any]],
-) -> None:
-    assert len(rows) == 4 * 2 * 7 * 8
-    by_draft = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
-    prices = [row["break_even_percent"] for row in by_draft.values()]
-    assert prices[0] == prices[4] == 0 < prices[1] < prices[2] < prices[3] < 1 < prices[5]
-    streams = [row["cache_bytes_per_token"] / 4096 for row in by_draft.values()]
-    assert streams == [
-        1,
-        2,
-        3,
-        6,
-        1,
-        8,
-        1,
-        1,
-    ]  # 8 heads x 128 numbers x 2 bytes, of keys and of values
-
-
-def test_a_wide_layer_is_read_whole_at_every_level(rows: list[dict[str, Any]]) -> None:
-    of = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
-    for wide, specialists in break_even.WIDE.items():
-        weights = [of[name]["draft_gigabytes"] for name in (wide, specialists, "EAGLE-2")]
-        assert weights[0] == pytest.approx(weights[1], abs=2e-5)  # less than a neuron, 25 kB
-        more = of[wide]["round_milliseconds"] - of["EAGLE-2"]["round_milliseconds"]
-        bandwidth = DEVICES[of[wide]["device"]].bytes_per_second
-        assert more == pytest.approx(
-            1e3 * 6 * 1e9 * (weights[0] - weights[2]) / bandwidth, rel=0.01
-        )
-
-
-def test_what_a_larger_first_specialist_must_gain() -> None:
-    """A chain of 2 emits 1 + a + a/2 tokens, which must grow by the factor that rounds do."""
-    rows = break_even.price_first([0.6, 0.5], context=512)
-    assert len(rows) == 4 * 3 * 3 * 5
-    for row in rows:
-        first = 0.6 + row["break_even_points"] / 100
-        longer = 1 + row["longer_percent"] / 100
-        assert (1 + first + first / 2) / 1.9 == pytest.approx(longer)
-    plain, two, three, *_ = (row["longer_percent"] for row in rows[:5])
-    assert plain == 0 < two < three
-    of_8b = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
-    deep = of_8b["first of 3 layers"]
-    more = deep["round_milliseconds"] - of_8b["PosS-1"]["round_milliseconds"]
-    layer = 2 * 4096 * (4096 + 1024 + 3 * 14336 / 2)  # weights: q, o, k, v and the MLP
-    bytes_each = DEVICES[deep["device"]].bytes_per_second / 1e3
-    assert more == pytest.approx(2 * 2 * layer / bytes_each, rel=0.01)
-
-
-@pytest.mark.parametrize("share", ["0", "1.5", "half", "nan"])
-def test_shares_that_are_refused(share: str) -> None:
-    with pytest.raises(UserError, match="want a number above 0 and at most 1, got"):
-        break_even.main(["--acceptance", share])
 
 
 ROOT = Path(__file__).parent.parent
@@ -210,20 +148,3 @@ def test_default_trees_of_accelerators_pay_at_every_load(name: str) -> None:
     for batch in (1, 3, 4, 11, 12, 31, 32, 95, 96, 127):
         tree = tree_for(ACCELERATOR_TREES, batch)
         assert per_token(tree, batch) < per_token(None, batch)
-
-
-def test_torch_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"torch and transformers missing; pip install"):
-        accelerator.main(["--torch"])
-
-
-@pytest.mark.torch
-@pytest.mark.slow
-def test_accelerator_beside_torch(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = "--torch --only prefill --methods autoregressive".split()
-    report = run_tiny(monkeypatch, capsys, *few)
-    assert list(report["prefill"]) == ["autoregressive, 8"] and not report["training"]
-    assert report["torch"]["loop"] > 0
