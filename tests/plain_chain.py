@@ -72,24 +72,12 @@ def _follow(
 
 
 def predict_eagle(draft: Any, index: int, embedded: np.ndarray, features: np.ndarray) -> np.ndarray:
-    """Predicts as EAGLE-2's family does; the first specialist may be deep and wide."""
+    """Predicts as EAGLE-2's family does; the first specialist may be deep."""
     rows = np.concatenate([embedded, features], axis=1) @ draft["fc"]["weight"].T
-    layer, further = draft["specialists"][index], []
-    if index == 0:
-        layer, further = _widened(layer, draft.get("wide", [])), draft.get("further", [])
-    for one in (layer, *further):
-        rows = run_layer(one, rows)
+    further = draft.get("further", []) if index == 0 else []
+    for layer in (draft["specialists"][index], *further):
+        rows = run_layer(layer, rows)
     return rows
-
-
-def _widened(layer: Any, wide: list[Any]) -> Any:
-    """The layer with one MLP that holds all of them."""
-    parts = [layer["mlp"], *wide]
-    stack = {
-        name: {"weight": np.concatenate([one[name]["weight"] for one in parts], axis=axis)}
-        for name, axis in (("gate", 0), ("up", 0), ("down", 1))
-    }
-    return layer | {"mlp": stack}
 
 
 def run_layer(layer: Any, rows: np.ndarray) -> np.ndarray:

@@ -33,14 +33,7 @@ def plain_gradients(
 
         def loss_fn(draft: Params, versions: list[Array], index: int = index):
             specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
-            prediction = _predict(
-                draft,
-                specialist,
-                config,
-                batch.embedded,
-                versions,
-                hidden=0.0 if objective.zero_scores else -jnp.inf,
-            )
+            prediction = _predict(draft, specialist, config, batch.embedded, versions)
             return _loss(prediction, head, objective, batch), prediction
 
         (loss, prediction), gradients = jax.value_and_grad(loss_fn, has_aux=True)(draft, versions)
@@ -57,9 +50,7 @@ def _predict(
     config: DraftConfig,
     embedded: Array,
     versions: list[Array],
-    hidden: float,
 ) -> Array:
-    # `hidden`: score of what a row may not attend; its values count for nothing.
     family = family_of(config)
     layer = family.layer(config).bind({"params": specialist})
     B, T, _ = embedded.shape
@@ -72,7 +63,7 @@ def _predict(
     both = [layer.keys_values(layer.normed(version), row, frequencies) for version in x]
     behind = jnp.arange(T)[:, None] - jnp.arange(T)[None]
     shown = jnp.maximum(0, len(versions) - 1 - behind)  # version at every row and column
-    scores = jnp.full((B, K, q.shape[2], T, T), hidden)
+    scores = jnp.full((B, K, q.shape[2], T, T), -jnp.inf)
     for version, (k, _) in enumerate(both):
         of_version = jnp.einsum("BKGTH,BKSH->BKGTS", q, k) * H**-0.5
         can_attend = (shown == version) & (behind >= 0)

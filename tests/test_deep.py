@@ -206,8 +206,6 @@ def test_settings_and_layouts_without_room_for_it(
     assert "only the first specialist may have several layers" in refusal(
         main, "--config", config, "specialists.layers_per_specialist=[1,2]"
     )
-    zero_scores = refusal(main, "--config", config, "objective.zero_scores=true")
-    assert "zero_scores is for specialists of one layer" in zero_scores
     values = DRAFT | {"specialists": {"positions_per_specialist": [1, 2], "depth": 3}}
     config = config_file(runs, tmp_path, values, init_draft=str(trained / "model"))
     assert "want 3 or more in the first specialist, which init_draft" in refusal(

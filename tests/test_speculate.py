@@ -24,7 +24,7 @@ SHAPES = {
     "tiny": ((1, 4, 2), (1,), 3),
     "first": ((4, 3, 14), (1, 2), 3, (3, 1)),
 }
-# A first specialist of several layers is also in test_wide and test_draft_window.
+# A first specialist of several layers is also in test_draft_window.
 MARKS = dict.fromkeys(("default", "deep", "tiny", "first"), pytest.mark.slow) | {
     "chain": pytest.mark.quick
 }

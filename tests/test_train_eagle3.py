@@ -155,7 +155,6 @@ def test_a_draft_of_another_width_is_continued(runs: Runs, tmp_path: Path) -> No
     ("changes", "message"),
     [
         ({"objective": {"top_k_weight": 0.0}}, "predict no feature of the target; set it to 0"),
-        ({"objective": E3["objective"] | {"zero_scores": True}}, "set it to false"),
         ({"specialists": {"family": "eagle3", "aux_layers": [1]}}, "want two or more"),
         ({"specialists": E3["specialists"] | {"start": "pass_through"}}, "start at random"),
         ({"specialists": {"aux_layers": [0, 1], "depth": 3}}, "reads none of the target's layers"),

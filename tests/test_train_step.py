@@ -210,7 +210,6 @@ def assert_near(got, want, tolerance):
     ("step", "changes"),
     [
         (STEP, {}),
-        (STEP, {"zero_scores": True}),
         (STEP, {"lk_weight": 0.7, "lk": "alpha"}),
         (StepConfig(), {}),
         (dataclasses.replace(STEP, accumulation_steps=2), {"lk_weight": 0.7}),

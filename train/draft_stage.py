@@ -121,7 +121,6 @@ class DraftStage:
             draft,
             positions_per_specialist=wanted.positions_per_specialist,
             layers_per_specialist=wanted.layers_per_specialist,
-            widths_per_specialist=wanted.widths_per_specialist,
             trained_depth=wanted.depth,
             kv=wanted.kv if family_of(draft).may_share_kv else draft.kv,
         )
@@ -133,8 +132,6 @@ class DraftStage:
         for key, is_unfit, reason in (
             ("objective.feature_weight", in_chains and objective.feature_weight,
              "predict no feature of the target; set it to 0"),
-            ("objective.zero_scores", in_chains and objective.zero_scores,
-             "attend no earlier versions of features; set it to false"),
             ("specialists.kv", wanted.kv == "shared" and not family.may_share_kv,
              "have separate projections of keys and values; leave it out"),
             ("specialists.start", passes and family.pass_through is None,
@@ -165,7 +162,6 @@ class DraftStage:
         for name, has, got in (
             ("positions", draft.num_specialists, len(wanted.positions_per_specialist)),
             ("layers", draft.layers_per_specialist[0], wanted.layers_per_specialist[0]),
-            ("widths", draft.widths_per_specialist[0], wanted.widths_per_specialist[0]),
         ):
             if got < has:
                 where = "" if name == "positions" else " in the first specialist"

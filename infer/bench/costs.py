@@ -115,17 +115,16 @@ def describe_workload(
     if config.draft is None:
         return work
     specialists = weights.draft["specialists"]
-    further, wide = (weights.draft.get(name, []) for name in ("further", "wide"))
+    further = weights.draft.get("further", [])
     size = _layer_weights(config.draft.layer, _input_width(config.draft))
     size = len(specialists) * (size + _project_weights(config.draft))
     size += len(further) * _layer_weights(config.draft.layer)
-    size += len(wide) * _mlp_weights(config.draft.layer)
     return replace(
         work,
         draft=config.draft,
         tree=config.tree,
         draft_vocabulary=weights.draft["head"]["weight"].shape[0],
-        specialist_bytes=_num_bytes((specialists, further, wide)) / size,
+        specialist_bytes=_num_bytes((specialists, further)) / size,
     )
 
 
@@ -210,18 +209,15 @@ def draft_level(work: Workload, depth: int) -> Cost:
         return _draft_head(work, work.batch * work.tree.top_k)
     project = _project_weights(draft)
     layer, width, top_k = draft.layer, _input_width(draft), work.tree.top_k
-    wide = draft.num_wide if draft.specialist_at(depth) == 0 else 0
     if depth == 0 and draft.num_further:  # the last of its layers
-        width, wide = layer.hidden_size, 0
+        width = layer.hidden_size
     rows, new = (work.batch, 0) if depth == 0 else (work.batch * top_k, work.batch * top_k)
     if depth and draft.stream_at(depth) != draft.stream_at(depth - 1):
         new *= depth
     attended = _draft_context(work) + depth * top_k
     costs = [
         _product(
-            _layer_weights(layer, width)
-            - _key_value_weights(layer, width)
-            + wide * _mlp_weights(layer),
+            _layer_weights(layer, width) - _key_value_weights(layer, width),
             rows,
             work.specialist_bytes,
         ),
@@ -292,7 +288,6 @@ def _commit_pairs(work: Workload, rows: int, *, attended: int, pairs: float) -> 
     key_values = [_key_value_weights(layer, width) for width in widths]
     weights = (streams - len(widths)) * key_values[0] + sum(key_values)
     weights += streams * _project_weights(draft)
-    weights += draft.num_wide * _mlp_weights(layer) if further else 0
     for width, key_value in zip(widths[:-1], key_values[:-1], strict=True):
         weights += _layer_weights(layer, width) - key_value
     return add_costs(
@@ -336,11 +331,7 @@ def _layer_weights(config: LlamaConfig, width: int | None = None) -> int:
     width = width or config.hidden_size
     heads = config.num_heads * config.head_dim
     attention = heads * (width + config.hidden_size) + _key_value_weights(config, width)
-    return attention + _mlp_weights(config)
-
-
-def _mlp_weights(config: LlamaConfig) -> int:
-    return 3 * config.hidden_size * config.intermediate_size
+    return attention + 3 * config.hidden_size * config.intermediate_size
 
 
 def _key_value_weights(config: LlamaConfig, width: int) -> int:

@@ -188,8 +188,6 @@ class DraftConfig:
         span the last specialist continues.
       layers_per_specialist: how many layers each specialist has, 1 where none is given; see
         `check_specialists`.
-      widths_per_specialist: width of each specialist's MLP in multiples of the layer's, 1 where
-        none is given; only the first may have more.
       trained_depth: number of draft positions the rollout was trained on.
       fc_bias: whether the fusion layer has a bias.
       family: name of the draft family, see `poss_jax.model.families`.
@@ -216,9 +214,6 @@ class DraftConfig:
     positions_per_specialist: Spans = (1,)
     layers_per_specialist: LayerCounts = Field(
         default=(1,), exclude_if=lambda layers: max(layers) == 1
-    )
-    widths_per_specialist: LayerCounts = Field(
-        default=(1,), exclude_if=lambda widths: max(widths) == 1
     )
     trained_depth: Depth = 1
     fc_bias: bool = False
@@ -271,11 +266,6 @@ class DraftConfig:
         return self.layers_per_specialist[0] - 1
 
     @property
-    def num_wide(self) -> int:
-        """Number of MLPs of the first specialist's first layer after its own."""
-        return self.widths_per_specialist[0] - 1
-
-    @property
     def is_looped(self) -> bool:
         """True if the only specialist has several layers, which all positions pass."""
         return self.num_specialists == 1 and self.num_further > 0
@@ -292,7 +282,6 @@ class DraftConfig:
         """Name of the method, by spans and trained depth."""
         spans = self.positions_per_specialist
         deep = f"-deep{self.num_further + 1}" if self.num_further else ""
-        deep += f"-wide{self.num_wide + 1}" if self.num_wide else ""
         first_family = self.family == "eagle"
         if self.mask_token is not None:
             return "p-eagle" + deep
@@ -323,7 +312,7 @@ class DraftConfig:
 
 
 def check_specialists(draft: Any) -> None:
-    """Refuses layers or widths that specialists of a draft's spans cannot have.
+    """Refuses layers that specialists of a draft's spans cannot have.
 
     Drafted rows pass specialists of one layer only, so that training can follow all of them; but a
     single specialist may loop all of its layers where chains are followed one by one (EAGLE-3).
@@ -332,24 +321,19 @@ def check_specialists(draft: Any) -> None:
       draft: a `DraftConfig` or a `SpecialistsConfig`.
 
     Raises:
-      ValueError: a specialist that is not the first has several layers or is wider, or one of
-        several layers also drafts after itself.
+      ValueError: a specialist that is not the first has several layers, or one of several layers
+        also drafts after itself.
     """
     spans, layers = draft.positions_per_specialist, draft.layers_per_specialist
-    widths, may_stack = draft.widths_per_specialist, spans[0] == 1
-    if len(spans) == 1:
-        may_stack = draft.family == "eagle3"
-    kind, got = "layers", layers
+    may_stack = draft.family == "eagle3" if len(spans) == 1 else spans[0] == 1
     if len(layers) > len(spans) or max(layers[1:], default=1) > 1:
         problem = "only the first specialist may have several layers"
     elif layers[0] > 1 and not may_stack:
         problem = "a specialist of several layers drafts one position, and another one the next"
-    elif len(widths) > len(spans) or max(widths[1:], default=1) > 1:
-        problem, kind, got = "only the first specialist may be wider", "widths", widths
     else:
         return
     raise ValueError(
-        f"{kind}_per_specialist: {problem}, got {list(got)} for positions_per_specialist "
+        f"layers_per_specialist: {problem}, got {list(layers)} for positions_per_specialist "
         f"{list(spans)}; want such as [3, 1, 1] for [1, 1, 1]"
     )
 

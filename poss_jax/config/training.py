@@ -55,8 +55,6 @@ class ObjectiveConfig:
         as in the reference of EAGLE-3.
       feature_noise: Half-width of the uniform noise on input features for a document of 512 tokens
         (it is divided by length / 512).
-      zero_scores: Give masked columns an attention score of zero, as PosS and
-        HASS were trained; a control, since decoding masks them.
     """
 
     feature_weight: PositiveOrZero = 1.0
@@ -71,7 +69,6 @@ class ObjectiveConfig:
     trained_rows: Literal["label", "token"] = "label"
     average_over: Literal["trained", "all"] = "trained"
     feature_noise: PositiveOrZero = 0.1
-    zero_scores: bool = False
 
     def __post_init__(self) -> None:
         of_tokens = self.probability_weight + self.top_k_weight + self.lk_weight
@@ -134,8 +131,6 @@ class SpecialistsConfig:
       layers_per_specialist: Number of layers of each specialist, 1 where none is given. Only the
         first may have more, and then drafts one position: [3, 1, 1] for positions [1, 1, 1]. A
         single one of `family: eagle3` may have more, too, which all positions pass.
-      widths_per_specialist: Width of each specialist's MLP in multiples of the target's, 1 where
-        none is given. Only the first may have more: [4, 1, 1] for positions [1, 1, 1].
       depth: Number of positions that training drafts.
       fc_bias: Give the projection of the draft's input a bias.
       kv: `per_specialist`, or `shared`: all specialists of an eagle draft have the same key and
@@ -156,7 +151,6 @@ class SpecialistsConfig:
 
     positions_per_specialist: Spans = (1,)
     layers_per_specialist: LayerCounts = (1,)
-    widths_per_specialist: LayerCounts = (1,)
     depth: Depth = 1
     fc_bias: bool = False
     kv: Literal["per_specialist", "shared"] = "per_specialist"
@@ -316,11 +310,6 @@ class TrainConfig:
             raise ValueError(
                 f"specialists.depth {draft.depth} does not reach the last specialist of "
                 f"positions_per_specialist {spans}; want {sum(spans[:-1]) + 1} or more"
-            )
-        if self.objective.zero_scores and draft.layers_per_specialist[0] > 1:
-            raise ValueError(
-                "objective.zero_scores is for specialists of one layer; set it to false, or leave "
-                "out specialists.layers_per_specialist"
             )
         if len(weights) not in (0, draft.depth):
             raise ValueError(

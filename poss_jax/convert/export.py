@@ -134,12 +134,11 @@ def _choose_layout(
 ) -> Layout:
     """Finds the layout to write; by default the first one that holds what is to be written."""
     deep = f" of {config.num_further + 1} layers" if config.num_further else ""
-    wide = f" {config.num_wide + 1} times as wide" if config.num_wide else ""
-    layouts = [layout for layout in LAYOUTS if layout.family == config.family and not wide]
+    layouts = [layout for layout in LAYOUTS if layout.family == config.family]
     if deep:
         layouts = [layout for layout in layouts if layout.is_stack and config.is_looped]
     if not layouts:
-        what = f"a specialist{deep}{wide}" if deep or wide else f"the family {config.family}"
+        what = f"a specialist{deep}" if deep else f"the family {config.family}"
         raise UserError(f"{folder}: no layout holds {what}; the draft stays with poss_jax")
     number = config.num_specialists
     if specialist is not None or number > 1:

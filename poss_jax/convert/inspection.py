@@ -221,7 +221,6 @@ def _show_draft(config: DraftConfig) -> str:
     number = config.num_specialists
     what = "1 specialist" if number == 1 else f"{number} specialists"
     what += f", the first of {config.num_further + 1} layers" if config.num_further else ""
-    what += f", the first {config.num_wide + 1} times as wide" if config.num_wide else ""
     article = "an" if config.method[0] in "aeiou" else "a"
     return (
         f"{article} {config.method} draft of {what}, positions per specialist "

@@ -21,7 +21,7 @@ the stream that reads them:
     [ committed pairs ]   [ level 1: W rows | level 2: W rows | ... ]
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -98,15 +98,15 @@ def commit_pairs(
         _keys_values(_specialist(params, config, index), cache, x, positions)
         for index in range(num_streams)
     ]
-    layer, stream, wide = _specialist(params, config, 0), 0, params.get("wide", [])
+    layer, stream = _specialist(params, config, 0), 0
     for following in _further_layers(params, config):
         q = layer.queries(layer.normed(x), positions, cache.frequencies)
         attended = _attend_in_order(config, cache, stream, q, rows[stream])
-        x = layer.finish(x, attended, wide)
+        x = layer.finish(x, attended)
         # Adds 0. Without this dependency XLA copies the caches: see `speculate.commit`.
         is_positive = (x[:, 0, 0] > 0).astype(jnp.int32)
         cache = cache.replace(length=cache.length + jnp.minimum(is_positive, 0))
-        layer, stream, wide = following, len(rows), []
+        layer, stream = following, len(rows)
         rows.append(_keys_values(layer, cache, x, positions))
     k, v = map(list, zip(*rows, strict=True))
     return commit_rows(cache, KeysValues(k, v), num_pairs), x
@@ -182,8 +182,7 @@ def _run_masks(
     for stream, layer in enumerate(layers):
         q = layer.queries(layer.normed(x), positions, cache.frequencies)
         own = _keys_values(layer, cache, x, positions)
-        wide = params.get("wide", []) if stream == 0 else []
-        x = layer.finish(x, _attend_in_order(config, cache, stream, q, own), wide)
+        x = layer.finish(x, _attend_in_order(config, cache, stream, q, own))
     return x
 
 
@@ -297,9 +296,7 @@ def _run_level(
 ) -> Array:
     """Features of one level's rows."""
     layer, stream = _layer_at(params, config, depth)
-    is_wide = config.specialist_at(depth) == 0 and not (depth == 0 and config.num_further)
-    wide = params.get("wide", []) if is_wide else []
-    return _run_layer(layer, config, stream, cache, own, beam, x, depth, wide)
+    return _run_layer(layer, config, stream, cache, own, beam, x, depth)
 
 
 def _run_further(
@@ -334,14 +331,13 @@ def _run_layer(
     beam: Beam,
     x: Array,
     depth: int,
-    wide: Sequence[Params] = (),
 ) -> Array:
-    """Runs one level's rows, which share a position, through a layer, and MLPs that widen it."""
+    """Runs one level's rows, which share a position, through a layer."""
     positions = _positions_of(cache, x, depth)
     q = layer.queries(layer.normed(x), positions, cache.frequencies)
     own = own or (cache.k[stream][:, :, :0], cache.v[stream][:, :, :0])
     attended = _attend(config, cache, stream, q, own, beam.ancestors)
-    return layer.finish(x, attended, wide)
+    return layer.finish(x, attended)
 
 
 def _attend(

@@ -38,7 +38,7 @@ from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import NOTHING, DecoderLayer
 from poss_jax.model.sharding import gather_head, split_batch
-from poss_jax.model.specialists import finish_first, further_layer
+from poss_jax.model.specialists import further_layer
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
@@ -142,13 +142,11 @@ def follow(
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
     of_tokens = family.join_tokens(shared, embedded)
     hidden, new = split_batch(family.join_features(shared, of_tokens, state)), []
-    wide = shared.get("wide", [])
     for layer, stream in zip(layers, streams, strict=True):
         hidden, one = _follow_layer(
-            layer, config, inputs.documents, rotary, index, hidden, stream, wide, block=block
+            layer, config, inputs.documents, rotary, index, hidden, stream, block=block
         )
         new.append(one)
-        wide = []  # they belong to the first layer
     if not config.is_looped:
         hidden = run_further(shared, config, inputs, hidden, index, block=block)
     return hidden, tuple(new)
@@ -162,13 +160,12 @@ def _follow_layer(
     index: Array,
     x: Array,
     stream: Stream,
-    wide: list[Params],
     *,
     block: int,
 ) -> tuple[Array, Stream]:
     """Runs one layer of a step; returns its rows, and their keys and values.
 
-    `rotary` holds the rows' positions and frequencies, `wide` further MLPs of the layer.
+    `rotary` holds the rows' positions and frequencies.
     """
     normed = layer.normed(x)
     q = group_heads(layer.queries(normed, *rotary), config.layer.num_kv_heads)
@@ -178,7 +175,7 @@ def _follow_layer(
     context = attend_documents(q, *of_context, block=block, window=config.trained_window)
     mean = _add_own_rows(q, stream, index, context)
     attended = ungroup_heads(mean).astype(x.dtype)
-    return split_batch(finish_first(layer, config, index, wide, x, attended)), new
+    return split_batch(layer.finish(x, attended)), new
 
 
 def chain_gradients(

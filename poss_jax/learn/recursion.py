@@ -29,7 +29,7 @@ from poss_jax.model.documents import encode_layer, frequencies_in, positions_in
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import NOTHING
 from poss_jax.model.sharding import split_batch
-from poss_jax.model.specialists import finish_first, further_layer, key_value_params
+from poss_jax.model.specialists import further_layer, key_value_params
 from poss_jax.shapes import Array, Float, Int, Params
 
 
@@ -149,7 +149,6 @@ def predict(
     depth: Depth,
     *,
     block: int,
-    zero_scores: bool = False,
 ) -> Float[Array, "B T D"]:
     """Predicts the features of one depth at every row (row r: f_{r+1}, drafted depth + 1 ahead).
 
@@ -160,8 +159,6 @@ def predict(
       inputs: pairs of the target.
       depth: depth to predict.
       block: rows and columns whose scores are in memory at once. Static.
-      zero_scores: give masked columns a score of zero, as PosS and HASS do in training, which
-        makes features depend on the padded length; decoding masks them. Static.
     """
     family = family_of(config)
     layer = family.layer(config).bind({"params": specialist})
@@ -178,11 +175,8 @@ def predict(
     base = attend_documents(
         q, k, v, inputs.documents, depth.index, block=block, window=config.trained_window
     )
-    if zero_scores:
-        base = _add_zero_scores(base, position)
     mean: Any = _add_ages(config, rows, Terms(weights, q, base))  # custom_vjp loses its type
-    attended, wide = ungroup_heads(mean).astype(x.dtype), shared.get("wide", [])
-    hidden = finish_first(layer, config, depth.index, wide, x, attended)
+    hidden = layer.finish(x, ungroup_heads(mean).astype(x.dtype))
     return run_further(shared, config, inputs, hidden, depth.index, block=block)
 
 
@@ -212,13 +206,6 @@ def run_further(
         return hidden
 
     return lax.cond(index == 0, run, lambda hidden: hidden, hidden)
-
-
-def _add_zero_scores(base: Attended, position: Int[Array, "B T"]) -> Attended:
-    """Adds a score of zero, without a value, for each masked column to a softmax."""
-    num_hidden = (position.shape[1] - 1 - position).astype(jnp.float32)[:, None, None]
-    log_sum = jnp.logaddexp(base.log_sum, jnp.log(num_hidden))
-    return Attended(base.mean * jnp.exp(base.log_sum - log_sum)[..., None], log_sum)
 
 
 class Diagonals(NamedTuple):

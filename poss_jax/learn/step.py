@@ -97,15 +97,7 @@ def _depth_loss(
     """Computes (weighted loss of one depth, (prediction, loss terms)) in the head's dtype."""
     shared, specialist = cast(shared, head.dtype), cast(specialist, head.dtype)
     block, chunk = task.step.attention_block, task.step.vocabulary_chunk
-    prediction = predict(
-        shared,
-        specialist,
-        task.draft,
-        data.inputs,
-        depth,
-        block=block,
-        zero_scores=task.objective.zero_scores,
-    )
+    prediction = predict(shared, specialist, task.draft, data.inputs, depth, block=block)
     losses = draft_losses(
         head,
         family_of(task.draft).read(shared, task.draft, prediction),

@@ -85,7 +85,6 @@ def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: i
         layer=replace(target, num_layers=1, fused_projections=False),
         positions_per_specialist=wanted.positions_per_specialist,
         layers_per_specialist=wanted.layers_per_specialist,
-        widths_per_specialist=wanted.widths_per_specialist,
         trained_depth=wanted.depth,
         fc_bias=wanted.fc_bias,
         family=name,

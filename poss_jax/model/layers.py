@@ -8,9 +8,8 @@ versions of one row.
 
 import itertools
 import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,12 +76,6 @@ def layer_rows(path: str, torch: str) -> dict[str, Parameter]:
         f"{path}/*/{inner}": row._replace(torch=f"{torch}.*.{row.torch}")
         for inner, row in DECODER_LAYER.items()
     }
-
-
-def mlp_rows(path: str, torch: str) -> dict[str, Parameter]:
-    """Rows of a list of MLPs."""
-    rows = layer_rows(path, torch).items()
-    return {name.replace("/mlp/", "/"): row for name, row in rows if "/mlp/" in name}
 
 
 def rms_norm(
@@ -369,16 +362,10 @@ class DecoderLayer(nn.Module):
         self,
         hidden: Float[Array, "B T D"],
         attended: Float[Array, "B T NH"],
-        wide: Sequence[Params] = (),
     ) -> Float[Array, "B T D"]:
-        """Adds the attention output and the MLP to the residual, and the MLPs of a wide layer."""
+        """Adds the attention output and the MLP to the residual."""
         hidden = hidden + self.attention.o(attended)
-        normed = self.mlp_norm(hidden)
-        hidden = hidden + self.mlp(normed)
-        for params in wide:
-            more: Any = MLP(self.config, parent=None).apply({"params": params}, normed)
-            hidden += more
-        return hidden
+        return hidden + self.mlp(self.mlp_norm(hidden))
 
     def __call__(
         self,
@@ -413,14 +400,10 @@ def fuse_layer(params: Params, config: LlamaConfig, *, parts: Literal["kv", "qkv
         joined = _interleave([attention[part] for part in parts], config.num_kv_heads)
         attention = {name: attention[name] for name in attention if name not in parts}
         attention |= {parts: joined}
-    return params | {"attention": attention, "mlp": fuse_mlp(params["mlp"])}
-
-
-def fuse_mlp(mlp: Params) -> Params:
-    """Joins gate and up of an MLP; a fused one is returned unchanged."""
-    if "gate" not in mlp:
-        return mlp
-    return {"gate_up": _stack(mlp["gate"], mlp["up"]), "down": mlp["down"]}
+    mlp = params["mlp"]
+    if "gate" in mlp:
+        mlp = {"gate_up": _stack(mlp["gate"], mlp["up"]), "down": mlp["down"]}
+    return params | {"attention": attention, "mlp": mlp}
 
 
 @jax.jit

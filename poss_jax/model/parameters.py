@@ -16,7 +16,6 @@ Flax leaves say which of them a config has, and their shapes. Weights are kept i
                     "q", "k" and "v" of inputs [2D]; of MTP, with input_norm, token_norm,
                     feature_norm, output_norm and "project" {"weight": [D, 2D]}
     further/0 ...   further layers of the first specialist, as the target's, if it has several
-    wide/0 ...      further MLPs of the first specialist's first layer, if it is wide
     fc_norm         of EAGLE-3 with fc_norm: {"scale": [nD]}, or {"low", "middle", "high"}, each
                     {"scale": [D]}
     mask            of P-EAGLE: {"weight": [1, 1, nD]}, the feature of positions not known yet
@@ -249,8 +248,7 @@ def _num_numbered(config: LlamaConfig | DraftConfig, group: str) -> int:
     """Number of items of a group such as `layers`."""
     if isinstance(config, LlamaConfig):
         return config.num_layers
-    further = {"further": config.num_further, "wide": config.num_wide}
-    return further.get(group, config.num_specialists)
+    return config.num_further if group == "further" else config.num_specialists
 
 
 def _find_axes(keys: list[str]) -> tuple[Axes, ...] | None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
-from poss_jax.model.layers import MLP, DecoderLayer, Parameter, fuse_layer, fuse_mlp, init_layer
-from poss_jax.shapes import Array, Float, Int, Params
+from poss_jax.model.layers import DecoderLayer, Parameter, fuse_layer, init_layer
+from poss_jax.shapes import Array, Int, Params
 
 KEY_VALUE = ("k", "v", "k_norm")
 """Parameters of attention that keys and values depend on."""
@@ -27,8 +26,8 @@ class Family:
     """All that decoding, training, checkpoints and the converter know about a kind of draft.
 
     Parameters are `{"specialists": [...]}`, `{"further": [...]}` (the layers of a deep first
-    specialist after its first one), `{"wide": [...]}` (MLPs that a wide one adds to its own) and
-    the shared ones. Features are a specialist's predictions, and the inputs of the next one.
+    specialist after its first one) and the shared ones. Features are a specialist's predictions,
+    and the inputs of the next one.
 
     Attributes:
       parameters: the table, path -> `Parameter`.
@@ -89,48 +88,23 @@ def further_layer(config: DraftConfig) -> DecoderLayer:
 
 
 def deepen(draft: Params, config: DraftConfig, key: Array) -> Params:
-    """Adds the further layers and MLPs that a draft lacks; they add nothing until they are trained.
+    """Adds the further layers that a draft lacks; they add nothing until they are trained.
 
     Args:
       draft: specialists listed or stacked.
-      config: its shape with these layers and MLPs.
+      config: its shape with these layers.
       key: random key.
     """
-    mlp, rows = MLP(config.layer), jnp.zeros((1, 1, config.layer.hidden_size))
-    kinds: dict[str, tuple[int, Callable[[Array], Params]]] = {
-        "further": (config.num_further, partial(init_layer, further_layer(config))),
-        "wide": (config.num_wide, lambda key: dict(mlp.init(key, rows)["params"])),
-    }
-    for number, (name, (count, draw)) in enumerate(kinds.items(), start=1):
-        have = draft.get(name, [])
-        if len(have) < count:
-            keys = jax.random.split(jax.random.fold_in(key, number), count)[len(have) :]
-            draft = draft | {name: have + [silence(draw(one)) for one in keys]}
-    return draft
-
-
-def finish_first(
-    layer: DecoderLayer,
-    config: DraftConfig,
-    depth: Int[Array, ""],
-    wide: Sequence[Params],
-    x: Float[Array, "B T width"],
-    attended: Float[Array, "B T NH"],
-) -> Float[Array, "B T D"]:
-    """Finishes rows of a specialist's layer, with the MLPs in `wide` if it is the first's."""
-    if not wide or config.num_specialists == 1:
-        return layer.finish(x, attended, wide)
-    module, variables = layer.unbind()
-
-    def finish(wide: Sequence[Params]) -> Array:
-        return module.bind(variables).finish(x, attended, wide)
-
-    is_first = depth < config.positions_per_specialist[0]
-    return lax.cond(is_first, lambda: finish(wide), lambda: finish(()))
+    layers = draft.get("further", [])
+    if len(layers) >= config.num_further:
+        return draft
+    keys = jax.random.split(jax.random.fold_in(key, 1), config.num_further)[len(layers) :]
+    drawn = [silence(init_layer(further_layer(config), one)) for one in keys]
+    return draft | {"further": layers + drawn}
 
 
 def silence(specialist: Params) -> Params:
-    """Makes a layer or an MLP add nothing: its output projections become zero."""
+    """Makes a layer add nothing: its output projections become zero."""
 
     def zero_outputs(path: tuple[Any, ...], leaf: Array) -> Array:
         return jnp.zeros_like(leaf) if {"o", "down"} & {step.key for step in path} else leaf
@@ -205,10 +179,6 @@ def split_embedding(draft: Params) -> tuple[Params, Params]:
 
 def fuse_draft(draft: Params, config: DraftConfig) -> Params:
     """Fuses the projections of every layer that read the same rows (`fuse_layer`)."""
-
-    def fused(one: Params) -> Params:
-        is_layer = "attention" in one
-        return fuse_layer(one, config.layer, parts="kv") if is_layer else fuse_mlp(one)
-
+    fuse = partial(fuse_layer, config=config.layer, parts="kv")
     lists = {name: part for name, part in draft.items() if isinstance(part, list)}
-    return draft | {name: list(map(fused, layers)) for name, layers in lists.items()}
+    return draft | {name: list(map(fuse, layers)) for name, layers in lists.items()}

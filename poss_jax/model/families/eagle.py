@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig
-from poss_jax.model.layers import DecoderLayer, layer_rows, linear_rows, mlp_rows
+from poss_jax.model.layers import DecoderLayer, layer_rows, linear_rows
 from poss_jax.model.linear import linear
 from poss_jax.model.specialists import Family, deepen, draw_specialists, silence
 from poss_jax.shapes import Array, Float, Params
@@ -78,7 +78,6 @@ EAGLE = Family(
         **linear_rows("fc", "fc", (("tensor", "fsdp"), None)),
         **layer_rows("specialists", "layers"),
         **layer_rows("further", "further_layers"),
-        **mlp_rows("wide", "wide_mlps"),
     },
     init=init,
     layer=layer,

@@ -13,7 +13,6 @@ P-EAGLE drafts all positions in one pass: rows after the first hold a mask token
 and a learned feature in place of what is not known yet.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,7 +27,6 @@ from poss_jax.model.layers import (
     RMSNorm,
     layer_rows,
     linear_rows,
-    mlp_rows,
     norm_row,
     rms_norm,
 )
@@ -62,12 +60,11 @@ class Specialist(DecoderLayer):
         self,
         hidden: Float[Array, "B T both"],
         attended: Float[Array, "B T NH"],
-        wide: Sequence[Params] = (),
     ) -> Float[Array, "B T D"]:
         """Adds the attention output and the MLP to the state."""
         state = jnp.split(hidden, 2, axis=-1)[1]
         return super().finish(
-            self.feature_norm(state) if self.norm_before_residual else state, attended, wide
+            self.feature_norm(state) if self.norm_before_residual else state, attended
         )
 
 
@@ -219,7 +216,6 @@ EAGLE3 = Family(
         **norm_row("fc_norm/high", "fc_norm.2"),
         **layer_rows("specialists", "layers"),
         **layer_rows("further", "further_layers"),
-        **mlp_rows("wide", "wide_mlps"),
         **norm_row("specialists/*/feature_norm", "layers.*.hidden_norm"),
         **norm_row("norm", "norm"),
         "head/weight": Parameter("lm_head.weight", WIDENS),

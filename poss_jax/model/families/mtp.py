@@ -10,7 +10,6 @@ positions but the target's embedding and head. The modules of such models are tr
 target; ours are trained afterwards, on a frozen one (arXiv 2610.00888), by EAGLE's recursion.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ from poss_jax.model.layers import (
     RMSNorm,
     layer_rows,
     linear_rows,
-    mlp_rows,
     norm_row,
 )
 from poss_jax.model.specialists import Family, deepen, draw_specialists
@@ -51,10 +49,9 @@ class Specialist(DecoderLayer):
         self,
         hidden: Float[Array, "B T both"],
         attended: Float[Array, "B T NH"],
-        wide: Sequence[Params] = (),
     ) -> Float[Array, "B T D"]:
         """Adds the attention output and the MLP to the projected rows, and norms the sum."""
-        return self.output_norm(super().finish(self._joined(hidden), attended, wide))
+        return self.output_norm(super().finish(self._joined(hidden), attended))
 
     def _joined(self, hidden: Float[Array, "B T both"]) -> Float[Array, "B T D"]:
         embedded, feature = jnp.split(hidden, 2, axis=-1)
@@ -102,7 +99,6 @@ MTP = Family(
         **linear_rows("specialists/*/project", "layers.*.eh_proj", (("tensor", "fsdp"), None)),
         **layer_rows("specialists", "layers"),
         **norm_row("specialists/*/output_norm", "layers.*.shared_head.norm"),
-        **mlp_rows("wide", "wide_mlps"),
     },
     init=init,
     layer=layer,
