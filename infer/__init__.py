@@ -8,5 +8,4 @@ drift/       measures drafts by depth
 tune/        finds the fastest draft trees
 lossless.py  checks that speculative and plain texts are equal; equality.py compares them
 roofline.py  compares every phase with its floor
-aot/         compiles for other devices
 """

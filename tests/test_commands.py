@@ -53,7 +53,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m infer.lossless ": "runs for minutes; tests/test_lossless.py runs it",
     "python -m infer.roofline ": "runs for minutes; tests/test_bench.py runs it",
     "python -m infer.tune ": "compiles many trees; tests/test_autotune.py tunes",
-    "python -m infer.aot ": "needs libtpu or jax[cuda13]; tests/test_aot.py compiles",
+    "python -m benchmarks.aot ": "needs libtpu or jax[cuda13]; tests/test_aot.py compiles",
     "python -m train.regenerate --server ": "tests/test_regenerate_server.py has a server",
     "python -m infer.generate --target gs://": "needs a bucket; tests/test_uris.py has a stand-in",
     "python -m train.main --config run.yaml output=gs://": "likewise",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from programs import refusal
 
-from infer.aot.config import AheadConfig
+from benchmarks.aot.config import AheadConfig
 from poss_jax import SamplingConfig, TreeConfig
 from poss_jax.config.bench import BenchConfig, DriftConfig
 from poss_jax.config.decoding import GenerateConfig, ServeConfig

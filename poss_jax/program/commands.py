@@ -35,7 +35,6 @@ COMMANDS = {
     "tune": Command("infer.tune", "Find the fastest tree on this device."),
     "lossless": Command("infer.lossless", "Check that drafts change no text."),
     "roofline": Command("infer.roofline", "Compare phases with their floors."),
-    "aot": Command("infer.aot", "Compile for a TPU or GPU that is not here."),
 }
 """Name -> command, in the order of the help. A program's own name comes before its variants."""
 

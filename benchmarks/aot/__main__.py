@@ -1,27 +1,24 @@
 r"""Compiles decoding for a TPU slice or GPU that this machine need not have.
 
 Needs no weights and no accelerator, only shapes. TPUs need libtpu (pip install libtpu; one process
-at a time), GPUs the wheels of jax[cuda13]. Prints for every program its compile time, its memory,
-the bytes it moves against the bytes it must, the time that the TPU compiler expects, and the
-largest copies, re-layouts, upcasts and collectives with the lines they come from; as its last line
-one JSON object, unless a terminal shows it.
+at a time), GPUs the wheels of jax[cuda13]. Prints for every program its compile time, its memory
+and the device's, the bytes it accesses and the bytes it must move, and how many kernels it starts;
+as its last line one JSON object, unless a terminal shows it.
 
-    python -m infer.aot --config configs/aot/llama3-8b.yaml \
+    python -m benchmarks.aot --config configs/aot/llama3-8b.yaml \
         --topology v6e:1x1 programs=[step,round]
-    python -m infer.aot --config configs/aot/llama3-8b.yaml --gpu h100
-    python -m infer.aot --target DIR --draft DIR --gpu h200
+    python -m benchmarks.aot --config configs/aot/llama3-8b.yaml --gpu h100
+    python -m benchmarks.aot --target DIR --draft DIR --gpu h200
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
+from benchmarks.aot.config import AheadConfig
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
-
-from .config import AheadConfig
 
 _ACTIONS = {
     "--topology": {"metavar": "SLICE", "help": "TPU slice, such as v6e:1x1."},
@@ -34,16 +31,14 @@ _ACTIONS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, compiles, prints, writes."""
     config, args = read_arguments(
-        AheadConfig, arguments, prog="infer.aot", doc=__doc__, actions=_ACTIONS
+        AheadConfig, arguments, prog="benchmarks.aot", doc=__doc__, actions=_ACTIONS
     )
     if (args.topology is None) == (args.gpu is None):
         raise UserError("want either --topology SLICE or --gpu NAME; see --help")
     with waiting("importing JAX ..."):
-        from .report import run
+        from benchmarks.aot.report import run
     run(config, args)
 
 
-cli = partial(run_program, main)
-
 if __name__ == "__main__":
-    cli()
+    run_program(main)

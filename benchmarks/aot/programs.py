@@ -1,4 +1,4 @@
-"""Builds the decoding programs that `infer.aot` compiles, from shapes alone."""
+"""Builds the decoding programs that `benchmarks.aot` compiles, from shapes alone."""
 
 import tempfile
 import time
@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from benchmarks.aot.config import AheadConfig
+from infer.bench import costs
 from poss_jax.checkpoint.folder import read_draft, read_target
 from poss_jax.checkpoint.record import ModelRecord, TargetIdentity
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
@@ -20,7 +22,6 @@ from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
 from poss_jax.engine.rounds import prefill, run_round, run_rounds, start
 from poss_jax.engine.trees import fit_tree
 from poss_jax.learn.task import describe_draft
-from poss_jax.model.cache import block_rows
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import shapes_on
 from poss_jax.model.quantise import quantise_specialists, quantise_target
@@ -28,9 +29,6 @@ from poss_jax.model.sharding import bytes_per_device, decoding_mesh, partition_s
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import fuse_target, init_target
 from poss_jax.shapes import Params
-
-from ..bench import costs
-from .config import AheadConfig
 
 
 class Plan(NamedTuple):
@@ -41,17 +39,6 @@ class Plan(NamedTuple):
     request: Request  # shapes of a batch
     mesh: Mesh
     work: costs.Workload  # the same for counting floors
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens that one device scores, for the target or the draft, the smaller one."""
-        sizes = [self.work.target.vocab_size, self.work.draft_vocabulary]
-        return min(size for size in sizes if size) // self.mesh.shape["tensor"]
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of cache blocks that are attended, one per turn of a loop."""
-        return -(-self.work.context // block_rows(self.decode.rows, 512))
 
     def shared_bytes(self, name: str) -> int:
         """Bytes per device that a program is given twice but the device holds once."""
@@ -84,7 +71,7 @@ class Compiled(NamedTuple):
 
     program: jax.stages.Compiled
     text: str  # its optimised HLO
-    seconds: tuple[float, float]  # tracing and compiling, by the clock and of all cores together
+    seconds: float  # of tracing and compiling
 
 
 def plan(config: AheadConfig, mesh: Mesh) -> Plan:
@@ -123,12 +110,11 @@ def compile_program(name: str, plan: Plan) -> Compiled:
     """Compiles one of `AheadConfig.programs`."""
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     jitted = {"prefill": prefill, "rounds": run_rounds}.get(name, run_round)
-    others = () if name == "prefill" else (_state(plan, decode),)
-    started = time.monotonic(), time.process_time()
+    others = () if name == "prefill" else (state_shapes(plan, decode),)
+    began = time.monotonic()
     lowered = jitted.lower(plan.weights, decode, plan.request, *others)
     program, text = _compile(lowered, plan.mesh)
-    seconds = time.monotonic() - started[0], time.process_time() - started[1]
-    return Compiled(program, text, seconds)
+    return Compiled(program, text, time.monotonic() - began)
 
 
 def _compile(lowered: Any, mesh: Mesh) -> tuple[jax.stages.Compiled, str]:
@@ -143,21 +129,6 @@ def _compile(lowered: Any, mesh: Mesh) -> tuple[jax.stages.Compiled, str]:
         except jax.errors.JaxRuntimeError:  # JAX cannot print some asynchronous copies
             (path,) = Path(folder).glob("*after_codegen.txt")
             return program, path.read_text()
-
-
-def cache_shapes(plan: Plan, decode: DecodeConfig) -> list[tuple[int, ...]]:
-    """Shapes per device of the keys (and values) of one layer in each cache."""
-    state = _state(plan, decode)
-    caches = [state.target_cache, *([state.draft.cache] if state.draft else [])]
-    leaves = [cache.k[0] for cache in caches]
-    return [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
-
-
-def weight_shapes(plan: Plan) -> list[tuple[int, ...]]:
-    """Shapes per device of all weights that rows are multiplied by, and of the embedding."""
-    leaves = jax.tree.leaves(plan.weights)
-    shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves}
-    return sorted(shape for shape in shapes if len(shape) > 1)
 
 
 def _describe_models(
@@ -230,7 +201,7 @@ def _request(config: AheadConfig, decode: DecodeConfig, mesh: Mesh) -> Request:
     return jax.tree.map(lambda leaf: _placed(leaf, replicate(mesh)), request)
 
 
-def _state(plan: Plan, decode: DecodeConfig) -> Any:
+def state_shapes(plan: Plan, decode: DecodeConfig) -> Any:
     """Shapes of the state after the prompt."""
     state = jax.eval_shape(lambda w, r: start(w, decode, r), plan.weights, plan.request)
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from jax.experimental import topologies
 
+from infer.bench.costs import DEVICES
 from poss_jax.config.reading import UserError, one_line
-
-from ..bench.costs import DEVICES
 
 _SM90: dict[str, Any] = {
     "threads_per_block_limit": 1024,

@@ -1,4 +1,4 @@
-"""Settings of `infer.aot`, which compiles decoding for other devices."""
+"""Settings of `benchmarks.aot`, which compiles decoding for other devices."""
 
 from typing import Literal
 

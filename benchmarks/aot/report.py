@@ -1,0 +1,94 @@
+"""Compiles the wanted programs, and reports what they cost."""
+
+import argparse
+import json
+import re
+from collections import Counter
+from typing import Any, get_args
+
+import jax
+
+from benchmarks.aot.config import AheadConfig, ProgramName
+from benchmarks.aot.gpus import gpu
+from benchmarks.aot.programs import Compiled, Plan, compile_program, plan
+from infer.bench.costs import DEVICES, Device
+from infer.bench.report import with_provenance
+from poss_jax.config.reading import UserError
+from poss_jax.model.sharding import make_mesh
+from poss_jax.program.ahead import planned_memory, tpu_slice
+from poss_jax.program.output import check_writable, print_summary
+
+_FUSED = re.compile(r"%?[\w.]*(fused|wrapped)")
+_KERNEL = re.compile(
+    r" (fusion|custom-call|dot|convolution|reduce|sort|scatter|gather|copy|transpose|convert"
+    r"|(?:dynamic-)?(?:update-)?slice|all-reduce|all-gather|reduce-scatter|all-to-all"
+    r"|collective-permute|call)(?:-start)?\("
+)
+
+
+def run(config: AheadConfig, args: argparse.Namespace) -> None:
+    """Compiles for the device that the command line names, prints, and writes the report."""
+    name: str = args.gpu or args.topology
+    slices = [device for device in DEVICES if device.startswith("v")]
+    if args.gpu is None and name.partition(":")[0] not in slices:
+        raise UserError(f"topology {name}: want one of {', '.join(slices)}, as in v6e:1x1")
+    if args.output is not None:
+        check_writable(args.output)
+    if args.dump is not None:
+        check_writable(args.dump, is_folder=True)
+        args.dump.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are reported
+    planned = plan(config, make_mesh(config.mesh, gpu(name) if args.gpu else tpu_slice(name)))
+    device, programs = DEVICES[name.partition(":")[0]], {}
+    default = ("prefill", "step") if planned.decode.draft is None else get_args(ProgramName)
+    for program in config.programs or default:
+        compiled = compile_program(program, planned)
+        if args.dump is not None:
+            (args.dump / f"{program}.txt").write_text(compiled.text)
+        programs[program] = measure(program, compiled, planned, device)
+        print(format_report(program, programs[program]), flush=True)
+    report = with_provenance({"device": name, "programs": programs}, config)
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"report: {args.output}")
+    print_summary(report, "")
+
+
+def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[str, Any]:
+    """Reads everything that is reported of one program, JSON-compatible; bytes per device."""
+    cost, floor = compiled.program.cost_analysis() or {}, plan.floor(name)
+    memory = planned_memory(compiled.program)
+    for key in ("arguments", "total"):  # what the draft borrows from the target counts once
+        memory[key] -= plan.shared_bytes(name)
+    kinds = count_kernels(compiled.text)
+    return {
+        "compile_seconds": round(compiled.seconds, 1),
+        "memory": memory | {"available": device.memory_bytes},
+        "floor_bytes": floor.bytes,
+        "floor_ms": floor.milliseconds(device),
+        "accessed_bytes": cost.get("bytes accessed"),
+        "kernels": sum(kinds.values()),
+        "kernels_by_kind": kinds,
+    }
+
+
+def count_kernels(text: str) -> dict[str, int]:
+    """Counts what a device runs by itself in optimised HLO, by kind; a loop's body counts once."""
+    computations = re.split(r"\n(?=%|ENTRY )", text)
+    outside = (block for block in computations if not _FUSED.match(block))
+    return dict(Counter(kind for block in outside for kind in _KERNEL.findall(block)).most_common())
+
+
+def format_report(name: str, report: dict[str, Any]) -> str:
+    """The report of one program for people."""
+    memory, accessed = report["memory"], report["accessed_bytes"] or 0
+    sizes = (f"{key} {memory[key] / 2**30:.2f}" for key in ("arguments", "temporaries", "total"))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in report["kernels_by_kind"].items())
+    return (
+        f"{name}: compiled in {report['compile_seconds']} s\n"
+        f"  memory  {', '.join(sizes)} of {memory['available'] / 2**30:.2f} GiB\n"
+        f"  bytes   {accessed / 1e9:.2f} GB accessed, floor {report['floor_bytes'] / 1e9:.2f} GB, "
+        f"{report['floor_ms']:.2f} ms\n"
+        f"  kernels {report['kernels']}: {kinds}"
+    )
