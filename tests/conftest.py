@@ -26,7 +26,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="poss_jax-compiled-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["POSS_JAX_TRACES"] = ""  # what a test patches must not reach others
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # until a test wants otherwise
 
 import jax

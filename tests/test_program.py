@@ -390,8 +390,6 @@ def test_compiled_programs_are_kept_unless_told_where(
     run_program(lambda: None)
     assert jax.config.jax_compilation_cache_dir == "as told"
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    monkeypatch.delenv("POSS_JAX_TRACES")
     run_program(lambda: None)
     kept = tmp_path / ".cache" / "poss_jax" / "xla"
     assert jax.config.jax_compilation_cache_dir == str(kept)
-    assert os.environ["POSS_JAX_TRACES"] == str(kept / "traces")

@@ -15,7 +15,6 @@ from poss_jax.bundled.default import default_drafts, default_target
 from poss_jax.config.bench import BenchConfig, MethodConfig
 from poss_jax.config.decoding import SMOLLM2
 from poss_jax.config.models import Quantisation
-from poss_jax.config.paths import traces_folder
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
@@ -24,7 +23,6 @@ from poss_jax.engine.dialogue import Dialogue, answer_all
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.rounds import decode_batch, on_mesh, run_rounds, start
-from poss_jax.engine.traces import keep_traces
 from poss_jax.model import target
 from poss_jax.model.ranking import choose
 from poss_jax.model.sharding import highest_of_groups
@@ -82,7 +80,6 @@ def with_default_models(config: BenchConfig) -> BenchConfig:
 @waiting("loading the models ...")
 def load_decoders(config: BenchConfig) -> list[Decoder]:
     """Loads every target once; makes the autoregressive engine and one per method."""
-    keep_traces(traces_folder())
     ways = config.ways
     if AUTOREGRESSIVE in ways:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")

@@ -23,9 +23,6 @@ from poss_jax.config.reading import UserError, one_line
 AnyPath = Path | epath.Path
 """A local path or a URI; both have the same methods."""
 
-TRACES = "POSS_JAX_TRACES"
-"""Environment variable that names the folder of traced programs."""
-
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _CUT_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a URI after pathlib
 
@@ -111,15 +108,6 @@ def cache_folder() -> Path:
     except RuntimeError as error:  # a container may have neither HOME nor the user
         raise UserError("the home folder is unknown; set HOME or POSS_JAX_CACHE") from error
     return Path(base) / "poss_jax"
-
-
-def traces_folder() -> Path | None:
-    """Folder of traced programs, which `POSS_JAX_TRACES` names; None: none are kept.
-
-    Programs set it to `traces` where JAX keeps compiled ones.
-    """
-    named = os.environ.get(TRACES)
-    return local_path(named, TRACES) if named else None
 
 
 def child_python(*arguments: str) -> tuple[list[str], dict[str, str]]:

@@ -21,7 +21,6 @@ from jax.sharding import Mesh, PartitionSpec
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Output, Request, Weights
 from poss_jax.engine.answers import Round, TokenLogprobs
-from poss_jax.engine.traces import kept
 from poss_jax.model.cache import KVCache
 from poss_jax.model.sharding import highest_of_groups, partition_state
 from poss_jax.model.target import Prefilled
@@ -85,7 +84,7 @@ def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
 
 def jit_step(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Jits a step of slots, which given shapes of weights (see `steps`) compiles instead."""
-    jitted = jax.jit(kept(on_mesh(function)), static_argnums=1, **settings)
+    jitted = jax.jit(on_mesh(function), static_argnums=1, **settings)
 
     @wraps(function)
     def run_or_compile(weights: Weights, *args: Any) -> Any:
@@ -204,10 +203,10 @@ def _first_state(
 
 # Several programs, not one: the caches of a running batch are the same arrays in all of them, and
 # what changes from call to call (prompts, limits) is data.
-prefill = jax.jit(kept(on_mesh(speculate.prefill)), static_argnums=1)
-_choose_first = jax.jit(kept(on_mesh(_first_state)), static_argnums=1, donate_argnums=3)
+prefill = jax.jit(on_mesh(speculate.prefill), static_argnums=1)
+_choose_first = jax.jit(on_mesh(_first_state), static_argnums=1, donate_argnums=3)
 run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
-run_rounds = jax.jit(kept(on_mesh(speculate.run_rounds)), static_argnums=1, donate_argnums=3)
+run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_argnums=3)
 _step = jit_step(_run_step, donate_argnums=3)
 
 

@@ -3,9 +3,8 @@
 from poss_jax.bundled.conversion import find_model
 from poss_jax.bundled.default import default_drafts, default_target
 from poss_jax.config.decoding import SMOLLM2, AnswerConfig
-from poss_jax.config.paths import as_path, traces_folder
+from poss_jax.config.paths import as_path
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.traces import keep_traces
 from poss_jax.engine.trees import read_trees
 from poss_jax.program.arguments import check_depths
 
@@ -13,12 +12,9 @@ from poss_jax.program.arguments import check_depths
 def load_engine(config: AnswerConfig) -> Engine:
     """Loads the models of a config, converted if need be; the default target comes with a draft.
 
-    Their programs are traced once, if the environment names a folder for traces.
-
     Raises:
       UserError: what `find_model`, `Engine.load` or `read_trees` refuses.
     """
-    keep_traces(traces_folder())
     target, draft = config.target, config.draft
     if target == SMOLLM2:
         target = default_target()

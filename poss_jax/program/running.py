@@ -19,7 +19,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from poss_jax.config.paths import TRACES, cache_folder, is_uri
+from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, cut, is_out_of_memory, lone_surrogates, shorten
 from poss_jax.config.version import __version__
 from poss_jax.program.commands import name_programs, started_as
@@ -101,7 +101,7 @@ def run_program(main: Callable[[], None]) -> None:
     the traceback.
 
     Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR` (default: `xla` in `cache_folder()`),
-    so only the first run of a shape waits for the compiler; their traces in its folder `traces`.
+    so only the first run of a shape waits for the compiler.
     """
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # or closed
     logging.basicConfig()
@@ -190,7 +190,7 @@ def _keep_traceback(error: Exception) -> str:
 
 
 def _keep_compiled() -> None:
-    """Sets the folders of compiled programs and of traces, unless the environment names them."""
+    """Sets the folder of compiled programs, unless the environment names it."""
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if folder is None:
         try:
@@ -208,8 +208,6 @@ def _keep_compiled() -> None:
             os.environ[name.upper()] = str(value)  # for a program that imports JAX later, or never
             if "jax" in sys.modules:
                 sys.modules["jax"].config.update(name, value)
-    if folder and not is_uri(folder):
-        os.environ.setdefault(TRACES, os.path.join(folder, "traces"))
 
 
 @contextmanager
