@@ -1,17 +1,18 @@
 """The setting of every test: eight CPU devices, one compilation cache, no silent promotion."""
 
-import atexit
 import gc
 import importlib.util
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emitters import OLDER_EMITTERS
+from isolation import isolate
 
+# Workers and the programs that tests start inherit the folders: what one compiled, all have.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    isolate()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -21,10 +22,6 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network
-# Workers and the programs that tests start inherit the folder: what one compiled, all have.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="poss_jax-compiled-")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # until a test wants otherwise
 

@@ -1,0 +1,22 @@
+"""The environment that a run of the tests begins with: what a user has set changes no test."""
+
+import atexit
+import os
+import shutil
+import tempfile
+
+KEPT = ("JAX_PLATFORMS", "POSS_JAX_FIXTURES", "POSS_JAX_FIXTURES_E3")
+
+
+def isolate() -> None:
+    """Drops settings of the libraries and of ours, and gives the run a home of its own."""
+    compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    for name in [*os.environ]:
+        if name.startswith(("HF_", "JAX_", "POSS_", "XDG_")) and name not in KEPT:
+            del os.environ[name]
+    home = tempfile.mkdtemp(prefix="poss_jax-tests-")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    os.environ["HOME"] = home
+    # Several runs may share what they compile.
+    shared = compiled if os.path.isdir(compiled) else f"{home}/compiled"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = shared
