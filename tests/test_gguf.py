@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from convert_sources import run, write_source
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType as Value
 from gguf_files import (
     CONTEXT,
     FAMILIES,
     HEAD_DIM,
+    HEADS,
+    KV_HEADS,
     VOCABULARY,
     config_of,
     draw_tensors,
@@ -23,6 +26,7 @@ from gguf_files import (
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError
+from poss_jax.convert.__main__ import main
 from poss_jax.convert.gguf_file import open_gguf
 from poss_jax.convert.inspection import inspect
 from poss_jax.convert.source import open_source
@@ -334,7 +338,65 @@ def test_missing_and_unknown_tensors(tmp_path):
 
 def test_missing_metadata(tmp_path):
     file = write_changed(tmp_path, without=("block_count",))
-    assert "llama.block_count: want a number, got None" in refusal(file, tmp_path / "out")
+    assert "llama.block_count: want a valid integer, got None" in refusal(file, tmp_path / "out")
+
+
+NUMBERS = (
+    *("block_count", "context_length", "embedding_length", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+    *("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count"),
+)
+ODD_NUMBERS = [(2**31, Value.UINT64), (2**40, Value.UINT64), (-1, Value.INT32)]
+ODD_NUMBERS += [(True, Value.BOOL), ("x", Value.STRING), (math.nan, Value.FLOAT32)]
+ODD_NUMBERS += [(math.inf, Value.FLOAT32), ([2, 3], Value.ARRAY)]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("name", ["rope_freqs", "rope_factors_long"])
+def test_numbers_are_checked_before_they_are_used(tmp_path, key, name):
+    extra = {f"{name}.weight": np.ones(HEAD_DIM // 2, np.float32)}
+    for value, kind in ODD_NUMBERS:
+        if key == "rope.freq_base" and isinstance(value, int) and value > 1:
+            continue  # an odd base, but a base
+
+        def add(writer, value=value, kind=kind):
+            writer.kv_data[0].pop(f"llama.{key}", None)
+            writer.add_key_value(f"llama.{key}", value, kind)
+
+        file = write_changed(tmp_path, more=add, extra=extra)
+        assert f"metadata llama.{key}: want " in refusal(file, tmp_path / "out"), value
+        assert inspect(str(file)).refused is not None
+
+
+def test_a_whole_number_may_be_written_as_a_real_one(tmp_path):
+    def add(writer):
+        for key in ("attention.head_count", "attention.head_count_kv"):
+            (value,) = {HEADS, KV_HEADS} & {writer.kv_data[0].pop(f"llama.{key}").value}
+            writer.add_float32(f"llama.{key}", value)
+        writer.kv_data[0].pop("tokenizer.ggml.eos_token_id")
+        writer.add_float32("tokenizer.ggml.eos_token_id", 2.0)
+
+    assert_same(tmp_path, "llama", draw_tensors("llama"), more=add)
+
+
+def test_divisors_of_other_heads(tmp_path):
+    file = write_changed(tmp_path, extra={"rope_freqs.weight": np.ones(3, np.float32)})
+    assert "rope_freqs.weight: want 4 numbers for heads of 8, got shape [3]" in refusal(
+        file, tmp_path / "out"
+    )
+
+
+def test_what_a_file_says_is_shown_without_control_characters(tmp_path, capsys):
+    odd = "x\x1b[2J\ny"
+    file = write_changed(
+        tmp_path,
+        more=lambda writer: writer.add_float32(f"llama.{odd}", 1.0),
+        extra={odd: np.zeros(1, np.float32)},
+    )
+    with pytest.raises(SystemExit):
+        main(["inspect", str(file)])
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and printed.count("x\\x1b[2J\\ny") >= 2  # why, and the tensor
 
 
 @pytest.mark.parametrize("name", ["falcon-x", None])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from pathlib import Path
 
 import gguf
@@ -248,6 +249,14 @@ def test_special_tokens_of_phi_3_swallow_spaces(tmp_path):
     assert ours("<|endoftext|> b").input_ids == [1, end, *merge_best("  b", held)]
 
 
+def test_a_long_token_is_cut_in_time_of_its_length(tmp_path):
+    held = sentencepiece()
+    changed = held | {"tokens": [*held["tokens"][:-1], "a" * 10**6]}
+    begun = time.process_time()
+    read(tmp_path / "model.gguf", **changed)
+    assert time.process_time() - begun < 10  # minutes, if every cut is copied
+
+
 # --------------------------------------------------------------------------------------------------
 # Broken ones
 
@@ -260,7 +269,8 @@ def test_special_tokens_of_phi_3_swallow_spaces(tmp_path):
         ({"tokens": [1.0]}, "tokens: want texts"),
         ({"token_type": [1]}, "token_type: want .* numbers"),
         ({"eos_token_id": 9999}, "want special tokens below"),
-        ({"bos_token_id": "<s>"}, "want special tokens below"),
+        ({"bos_token_id": "<s>"}, "bos_token_id: want a valid integer"),
+        ({"eos_token_id": [2, 3]}, "eos_token_id: want a valid integer"),
     ],
 )
 def test_broken(tmp_path, changes, message):

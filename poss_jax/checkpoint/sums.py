@@ -31,7 +31,7 @@ def hash_values(array: Any) -> str:
     array = np.ascontiguousarray(array)
     digest = hashlib.sha256(f"bfloat16 {array.shape}".encode())
     for values in cut_values(array):
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             rounded = values.astype(ml_dtypes.bfloat16)
         digest.update(rounded.view(np.uint8).data)
     return digest.hexdigest()

@@ -1,7 +1,8 @@
 """A GGUF file: where it lies, its metadata, and its tensors, which are read on demand.
 
 The `gguf` package knows the types of tensors and dequantises them. We read the header ourselves:
-the package's reader keeps an array for every string and takes seconds for a vocabulary.
+the package's reader makes an array of every value, which takes 2 s for 49,152 tokens and 280 bytes
+of memory for a byte of the file, and counts to whatever length a file of 100 bytes says.
 """
 
 import atexit
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
+from poss_jax.config.json_reading import check_own_file
 from poss_jax.config.reading import UserError, shorten
 from poss_jax.convert.source import map_array
 
@@ -94,6 +97,19 @@ class GgufFile:
         """Gives the value of a key that starts with the architecture."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
+    def number(self, key: str, kind: Any, default: float | None = None) -> Any:
+        """Gives a number of the metadata within the bounds of a type of `poss_jax.config.numbers`.
+
+        Raises:
+          UserError: it is missing without a default, no number, or outside the bounds.
+        """
+        value = self.metadata.get(key, default)
+        try:
+            return TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            want = error.errors()[0]["msg"].removeprefix("Input should be ")
+            raise self.unfit(key, want, value) from error
+
 
 def find_gguf(source: Path) -> Path | None:
     """Finds the GGUF file that a source is, or the only one that it holds.
@@ -108,7 +124,10 @@ def find_gguf(source: Path) -> Path | None:
     if source.suffix == ".gguf" and source.is_file():
         return source
     if source.is_dir():
-        return _only_one(source, sorted(path.name for path in source.glob("*.gguf")))
+        found = _only_one(source, sorted(path.name for path in source.glob("*.gguf")))
+        if found is not None:
+            check_own_file(found)
+        return found
     if source.suffix not in (".whl", ".zip"):
         return None
     try:

@@ -10,19 +10,28 @@ from typing import Any
 
 import numpy as np
 
+from poss_jax.config.numbers import (
+    Count,
+    CountOrZero,
+    Fraction,
+    HeadDim,
+    NumLayers,
+    Positive,
+    PositiveOrZero,
+)
 from poss_jax.config.reading import UserError, shorten
 from poss_jax.convert.gguf_file import GgufFile, StoredTensor, make_scratch, shortest
-from poss_jax.convert.gguf_tokenizer import TOKENS, stop_ids, write_tokenizer
+from poss_jax.convert.gguf_tokenizer import special_id, stop_ids, token_list, write_tokenizer
 from poss_jax.convert.source import LazyTensor, Source
 
-# Metadata of the model, by its key behind the architecture -> key of config.json.
+# Metadata of the model, by its key behind the architecture -> key of config.json, type.
 _CONFIG_KEYS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "block_count": ("num_hidden_layers", NumLayers),
+    "context_length": ("max_position_embeddings", Count),
+    "embedding_length": ("hidden_size", Count),
+    "feed_forward_length": ("intermediate_size", Count),
+    "attention.head_count": ("num_attention_heads", Count),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", Fraction),
 }
 _OTHER_KEYS = {
     "vocab_size",  # the embedding's rows count
@@ -119,32 +128,29 @@ def _read_config(gguf: GgufFile) -> dict[str, Any]:
     """Translates the metadata; refuses keys that may change what the model computes."""
     if gguf.architecture not in _ARCHITECTURES:
         return {"model_type": gguf.architecture}  # which the reader of config.json refuses
-    values = {name: _number(gguf, key) for key, name in _CONFIG_KEYS.items()}
+    values = {name: _number(gguf, key, kind) for key, (name, kind) in _CONFIG_KEYS.items()}
     _refuse_unknown(gguf)
-    metadata, tensors, head_dim = gguf.metadata, gguf.tensors, _head_dim(gguf, values)
+    tensors, head_dim = gguf.tensors, _head_dim(gguf, values)
     embedding = tensors.get("token_embd.weight")
     return values | {
         "model_type": gguf.architecture,
-        "vocab_size": embedding.shape[0] if embedding else len(metadata.get(TOKENS, ())),
-        "num_key_value_heads": gguf.of_model("attention.head_count_kv"),
+        "vocab_size": embedding.shape[0] if embedding else len(token_list(gguf)),
+        "num_key_value_heads": _number(gguf, "attention.head_count_kv", Count | None),
         "head_dim": head_dim,
-        "partial_rotary_factor": _number(gguf, "rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": _number(gguf, "rope.dimension_count", Count, head_dim) / head_dim,
         "num_experts": gguf.of_model("expert_count"),
         "sliding_window": None,
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": special_id(gguf, "bos"),
         "eos_token_id": stop_ids(gguf),
         **_read_rope(gguf, head_dim, values["max_position_embeddings"]),
     }
 
 
-def _number(gguf: GgufFile, key: str, default: float | None = None) -> Any:
-    value = gguf.of_model(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise gguf.unfit(f"{gguf.architecture}.{key}", "a number", value)
-    return value
+def _number(gguf: GgufFile, key: str, kind: Any, default: float | None = None) -> Any:
+    return gguf.number(f"{gguf.architecture}.{key}", kind, default)
 
 
 def _refuse_unknown(gguf: GgufFile) -> None:
@@ -157,8 +163,8 @@ def _refuse_unknown(gguf: GgufFile) -> None:
                 f"{gguf.path}: metadata {key} is {shorten(value)}, which is not known and may "
                 "change what the model computes; such a model cannot be converted"
             )
-    window = _number(gguf, "attention.sliding_window", 0)
-    if 0 < window < _number(gguf, "context_length"):
+    window = _number(gguf, "attention.sliding_window", CountOrZero, 0)
+    if 0 < window < _number(gguf, "context_length", Count):
         raise UserError(
             f"{gguf.path}: a sliding window of {window} tokens is active, which is not supported; "
             "take a model without one"
@@ -166,9 +172,11 @@ def _refuse_unknown(gguf: GgufFile) -> None:
 
 
 def _head_dim(gguf: GgufFile, values: Mapping[str, Any]) -> int:
-    usual = values["hidden_size"] // max(values["num_attention_heads"], 1)
-    key, value = (_number(gguf, f"attention.{part}_length", usual) for part in ("key", "value"))
-    if key < 1 or key != value:
+    usual = values["hidden_size"] // values["num_attention_heads"]
+    key, value = (
+        _number(gguf, f"attention.{part}_length", HeadDim, usual) for part in ("key", "value")
+    )
+    if key != value:
         raise UserError(
             f"{gguf.path}: want heads of one width, got keys of {key} and values of {value}; such "
             "a model cannot be converted"
@@ -178,8 +186,9 @@ def _head_dim(gguf: GgufFile, values: Mapping[str, Any]) -> int:
 
 def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
     """Reads the settings of the rope, some of which are tensors."""
-    theta = _number(gguf, "rope.freq_base", 10000.0)
-    factor = _number(gguf, "rope.scaling.factor", _number(gguf, "rope.scale_linear", 0))
+    theta = _number(gguf, "rope.freq_base", Positive, 10000.0)
+    factor = _number(gguf, "rope.scale_linear", PositiveOrZero, 0)
+    factor = _number(gguf, "rope.scaling.factor", PositiveOrZero, factor)
     kind = gguf.of_model("rope.scaling.type", "linear")  # as llama.cpp
     if kind == "yarn":
         raise UserError(
@@ -189,7 +198,7 @@ def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
     is_plain = kind == "none" or (kind == "linear" and factor in (0, 1))
     scaling = None if is_plain else {"rope_type": kind, "factor": factor}
     if _LONG in gguf.tensors or kind == "longrope":
-        scaling = _read_longrope(gguf, longest)
+        scaling = _read_longrope(gguf, head_dim, longest)
     elif _DIVISORS in gguf.tensors:
         if not is_plain:
             raise UserError(
@@ -201,15 +210,15 @@ def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling, _TRAINED: trained}  # Phi-3's place for it
 
 
-def _read_longrope(gguf: GgufFile, longest: int) -> dict[str, Any]:
-    trained = _number(gguf, "rope.scaling.original_context_length", longest)
-    factor = _number(gguf, "rope.scaling.attn_factor", 1.0)
-    stretch = max(longest / max(trained, 1), 1.0)
+def _read_longrope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
+    trained = _number(gguf, "rope.scaling.original_context_length", Count, longest)
+    factor = _number(gguf, "rope.scaling.attn_factor", Positive, 1.0)
+    stretch = max(longest / trained, 1.0)
     usual = math.sqrt(1 + math.log(stretch) / math.log(max(trained, 2)))  # as `RopeConfig.scale`
     return {
         "rope_type": "longrope",
-        "short_factor": _values_of(gguf, _SHORT),
-        "long_factor": _values_of(gguf, _LONG),
+        "short_factor": _values_of(gguf, _SHORT, head_dim),
+        "long_factor": _values_of(gguf, _LONG, head_dim),
         _TRAINED: trained,
         "attention_factor": None if math.isclose(factor, usual, rel_tol=1e-6) else factor,
     }
@@ -220,12 +229,10 @@ def _read_divisors(gguf: GgufFile, theta: float, head_dim: int, longest: int) ->
 
     Other divisors become a longrope that divides short and long texts alike.
     """
-    divisors = _values_of(gguf, _DIVISORS)
+    divisors = _values_of(gguf, _DIVISORS, head_dim)
     scaling = _LLAMA3 | {"factor": max(divisors, default=1.0)}
     frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    if len(divisors) == len(frequencies) and np.allclose(
-        divisors, _llama3_divisors(frequencies, scaling), rtol=1e-5, atol=0
-    ):
+    if np.allclose(divisors, _llama3_divisors(frequencies, scaling), rtol=1e-5, atol=0):
         return scaling
     return {
         "rope_type": "longrope",
@@ -244,9 +251,15 @@ def _llama3_divisors(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.
     return 1 / ((1 - share) / scaling["factor"] + share)
 
 
-def _values_of(gguf: GgufFile, name: str) -> list[float]:
+def _values_of(gguf: GgufFile, name: str, head_dim: int) -> list[float]:
+    """Reads a number per frequency."""
     if name not in gguf.tensors:
         raise UserError(f"{gguf.path}: {name} is missing; fetch the file again")
+    if (shape := gguf.tensors[name].shape) != (head_dim // 2,):
+        raise UserError(
+            f"{gguf.path}: {name}: want {head_dim // 2} numbers for heads of {head_dim}, got shape "
+            f"{list(shape)}; convert the model to GGUF again"
+        )
     return [shortest(value) for value in gguf.tensors[name].read().ravel().tolist()]
 
 
@@ -256,16 +269,16 @@ def _values_of(gguf: GgufFile, name: str) -> list[float]:
 
 def _list_tensors(gguf: GgufFile) -> dict[str, LazyTensor]:
     """Lists the weights under Hugging Face's names, in float32; unknown ones keep theirs."""
-    heads = {
-        "attn_q": gguf.of_model("attention.head_count"),
-        "attn_k": gguf.of_model("attention.head_count_kv", gguf.of_model("attention.head_count")),
-    }
+    heads: dict[str, int] = {}
+    if gguf.architecture == "llama":
+        heads["attn_q"] = _number(gguf, "attention.head_count", Count)
+        heads["attn_k"] = _number(gguf, "attention.head_count_kv", Count, heads["attn_q"])
     tensors = {}
     for name, stored in gguf.tensors.items():
         if name in (_DIVISORS, _SHORT, _LONG):
             continue
         match = _LAYER.fullmatch(name)
-        num_heads = heads.get(match[2]) if match and gguf.architecture == "llama" else None
+        num_heads = heads.get(match[2]) if match else None
         read = partial(_read_rotated, stored, num_heads) if num_heads else stored.read
         key = _hugging_face_name(gguf.architecture, name)
         tensors[key] = LazyTensor(gguf.path, stored.shape, "float32", read)

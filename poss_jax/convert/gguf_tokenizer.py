@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from poss_jax.config.numbers import Count, TokenId
 from poss_jax.config.reading import UserError, one_line, shorten
 from poss_jax.convert.gguf_file import GgufFile
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENS = "tokenizer.ggml.tokens"
+_TOKENS = "tokenizer.ggml.tokens"
 
 # Types of tokens.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -63,10 +64,27 @@ _NORMALISED = ("qwen2", "deepseek-r1-qwen")
 
 def stop_ids(gguf: GgufFile) -> list[int]:
     """Lists the tokens that end a text, from the metadata and from a list of well-known ones."""
-    tokens = _strings(gguf, TOKENS) if TOKENS in gguf.metadata else []
-    named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_KEYS]
-    known = [index for index, token in enumerate(tokens) if token in _STOPS]
+    named = [special_id(gguf, name) for name in _STOP_KEYS]
+    known = [index for index, token in enumerate(token_list(gguf)) if token in _STOPS]
     return list(dict.fromkeys(index for index in (*named, *known) if index is not None))
+
+
+def token_list(gguf: GgufFile) -> list[str]:
+    """Lists the texts of the tokens by id; empty if the file has no tokenizer.
+
+    Raises:
+      UserError: no list of texts.
+    """
+    return _strings(gguf, _TOKENS, [])
+
+
+def special_id(gguf: GgufFile, key: str, default: int | None = None) -> int | None:
+    """Gives the id of a special token, which the metadata calls `KEY_token_id`.
+
+    Raises:
+      UserError: no token's id.
+    """
+    return gguf.number(f"tokenizer.ggml.{key}_token_id", TokenId | None, default)
 
 
 def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
@@ -81,7 +99,7 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
             f"{gguf.path}: tokenizer: want gpt2 or llama, got {shorten(kind)}; models with another "
             "cannot be converted"
         )
-    tokens, ids = _strings(gguf, TOKENS), _special_ids(gguf)
+    tokens, ids = _strings(gguf, _TOKENS), _special_ids(gguf)
     try:
         tokenizer = _byte_level(gguf) if kind == "gpt2" else _sentencepiece(gguf, ids)
         _add_tokens(tokenizer, gguf)
@@ -96,7 +114,7 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": gguf.of_model("context_length"),
+        "model_max_length": gguf.number(f"{gguf.architecture}.context_length", Count | None),
         **{f"{name}_token": tokens[index] for name, index in ids.items()},
     }
     if (template := gguf.metadata.get("tokenizer.chat_template")) is not None:
@@ -104,8 +122,8 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2))
 
 
-def _strings(gguf: GgufFile, key: str) -> list[str]:
-    value = gguf.metadata.get(key)
+def _strings(gguf: GgufFile, key: str, default: list[str] | None = None) -> list[str]:
+    value = gguf.metadata.get(key, default)
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise gguf.unfit(key, "texts", value)
     return value
@@ -121,12 +139,9 @@ def _numbers(gguf: GgufFile, key: str, size: int, default: float) -> list[Any]:
 def _special_ids(gguf: GgufFile) -> dict[str, int]:
     """Reads the ids of bos, eos, unk and pad, if they exist."""
     usual = _SENTENCEPIECE_IDS if gguf.metadata["tokenizer.ggml.model"] == "llama" else {}
-    given = {
-        name: gguf.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(name))
-        for name, key in _SPECIALS.items()
-    }
+    given = {name: special_id(gguf, key, usual.get(name)) for name, key in _SPECIALS.items()}
     ids = {name: index for name, index in given.items() if index is not None}
-    size = len(_strings(gguf, TOKENS))
+    size = len(token_list(gguf))
     if any(index not in range(size) for index in ids.values()):
         raise gguf.unfit("tokenizer.ggml", f"special tokens below {size}", ids)
     return ids
@@ -145,7 +160,7 @@ def _byte_level(gguf: GgufFile) -> "Tokenizer":
             f"{gguf.path}: pre-tokenizer: want one of {', '.join(_PATTERNS)}, got {shorten(name)}; "
             "texts would be cut in other places than the model was trained with"
         )
-    vocabulary = {token: index for index, token in enumerate(_strings(gguf, TOKENS))}
+    vocabulary = {token: index for index, token in enumerate(token_list(gguf))}
     merges = [_split_merge(merge) for merge in _strings(gguf, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
     if name in _NORMALISED:
@@ -165,7 +180,7 @@ def _split_merge(merge: str) -> tuple[str, str]:
 def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens = _strings(gguf, TOKENS)
+    tokens = token_list(gguf)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     model = models.BPE(
         vocabulary,
@@ -187,10 +202,12 @@ def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> "Tokenizer":
 
 def _derive_merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Lists the pairs of pieces that make a piece, from the best piece to the worst."""
+    lengths = {len(token) for token in vocabulary}  # keeps a long token from being cut everywhere
     found = [
         (scores[index], cut, token)
         for token, index in vocabulary.items()
         for cut in range(1, len(token))
+        if cut in lengths and len(token) - cut in lengths
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     found.sort(key=lambda pair: pair[:2], reverse=True)
@@ -205,7 +222,7 @@ def _add_tokens(tokenizer: "Tokenizer", gguf: GgufFile) -> None:
     """Adds the tokens that are never cut; in Phi-3 they swallow the spaces behind them."""
     from tokenizers import AddedToken
 
-    tokens = _strings(gguf, TOKENS)
+    tokens = token_list(gguf)
     is_phi3 = gguf.architecture == "phi3" and gguf.metadata["tokenizer.ggml.model"] == "llama"
     added: dict[bool, list[AddedToken]] = {True: [], False: []}
     for token, kind in zip(tokens, _numbers(gguf, "token_type", len(tokens), 1), strict=True):
@@ -229,7 +246,7 @@ def _add_ends(tokenizer: "Tokenizer", gguf: GgufFile, ids: dict[str, int]) -> No
     adds |= {"eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
     used = [name for name in adds if adds[name] and name in ids]
     if used:
-        tokens = _strings(gguf, TOKENS)
+        tokens = token_list(gguf)
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[*(["bos"] if "bos" in used else []), "$A", *(["eos"] if "eos" in used else [])],
             special_tokens=[
