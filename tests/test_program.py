@@ -30,6 +30,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "x")
     ("error", "code", "line"),
     [
         (UserError("want a, got b;\ndo c"), 2, "error: want a, got b; do c\n"),
+        (UserError("a \x1b[2Jb"), 2, r"error: a \x1b[[]2Jb" + "\n"),
         (UserError("a" * 9000), 2, f"error: {'a' * 500} ... {'a' * 500}\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),

@@ -114,7 +114,7 @@ def test_half_a_character_in_a_list_drops_its_item_alone(tmp_path: Path) -> None
 
 
 def test_details_are_one_line_without_control_characters() -> None:
-    assert str(records.Broken("unknown role", "a\nb\x1b[2J")) == "unknown role: a b?[2J"
+    assert str(records.Broken("unknown role", "a\nb\x1b[2J")) == "unknown role: a b\\x1b[2J"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])

@@ -12,7 +12,7 @@ from poss_jax.checkpoint.folder import read_target
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.models import LlamaConfig
 from poss_jax.config.paths import AnyPath
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, printable_lines
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.prepared import Prepared, prepare
 from poss_jax.data.rows import Rows
@@ -125,7 +125,7 @@ def describe_sample(rows: Rows, tokenizer: Any) -> list[str]:
     shown = document[begin : begin + _SAMPLE_TOKENS]
     parts = []
     for is_trained, group in groupby(shown, lambda index: rows.loss_mask[0, index]):
-        text = tokenizer.decode(rows.tokens[0, list(group)])
+        text = printable_lines(tokenizer.decode(rows.tokens[0, list(group)]))
         parts.append(f"{before}{text}{after}" if is_trained else text)
     return [f"sample    {before}this{after} is trained on", "".join(parts).rstrip("\n")]
 

@@ -180,8 +180,18 @@ def cut(text: str, most: int = 100) -> str:
 
 def one_line(error: object) -> str:
     """Formats an error as one line without control characters."""
-    line = " ".join(str(error).split())[:200]
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
+    return printable(" ".join(str(error).split())[:200])
+
+
+def printable(text: str) -> str:
+    """Escapes control characters, line ends too: text of a file must not steer a terminal."""
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(escaped)
+
+
+def printable_lines(text: str) -> str:
+    """Escapes control characters of a text of several lines."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:

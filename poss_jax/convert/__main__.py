@@ -27,6 +27,7 @@ from tqdm import tqdm
 from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.models import Quantisation
 from poss_jax.config.paths import AnyPath, as_path
+from poss_jax.config.reading import printable
 from poss_jax.program.arguments import describe
 from poss_jax.program.output import add_json, print_summary, waiting, wants_json
 from poss_jax.program.running import Parser, add_version, run_program
@@ -61,7 +62,7 @@ def _inspect(**options: Any) -> None:
     lines += [f"assumed: {line}" for line in found.assumed]
     lines += [f"needs: {found.needs}"] if found.needs else []
     lines += [f"refused: {found.refused}"] if found.refused else []
-    print("\n".join(lines).rstrip())
+    print("\n".join(map(printable, lines)).rstrip())
     print_summary(found.summary, "")
     if found.refused:
         raise SystemExit(1)
@@ -71,7 +72,7 @@ def _export(output: AnyPath, *, as_bin: bool, **options: Any) -> None:
     with waiting("importing JAX ..."):
         from poss_jax.convert.export import plan_export, write_export
     export = plan_export(**options)
-    print("\n".join(_format_rows(export.rows)))
+    print("\n".join(map(printable, _format_rows(export.rows))))
     arrays = tqdm(export.arrays(), total=len(export.rows), unit="tensor", disable=None)
     write_export(output, export, iter(arrays), as_bin=as_bin)
     summary = {"output": str(output), "tensors": len(export.rows), "dtype": export.dtype}
@@ -86,9 +87,8 @@ def _convert(command: str, output: AnyPath, **options: Any) -> None:
         from poss_jax.model.parameters import count_parameters
     plans = {"target": plan_target, "draft": plan_draft, "init-specialists": plan_specialists}
     conversion = plans[command](**options)
-    for line in conversion.assumed:
-        print(f"assumed: {line}")
-    print("\n".join(_format_rows(conversion.rows)))
+    lines = [*(f"assumed: {line}" for line in conversion.assumed), *_format_rows(conversion.rows)]
+    print("\n".join(map(printable, lines)))
     record = conversion.record
     with tqdm(total=len(record.items), unit="item", disable=None) as progress:
         # Iterating over tqdm itself would keep each item until the next one has been made.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from poss_jax.config.paths import local_path
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, printable
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def _show(value: Any) -> str:
         case float():
             return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
         case str():
-            return "" if "\n" in value else value
+            return "" if "\n" in value else printable(value)
         case list() if all(isinstance(one, int | float) for one in value):
             return " ".join(map(_show, value))
         case dict() if all(isinstance(one, int) for one in value.values()):

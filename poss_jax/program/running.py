@@ -20,7 +20,15 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from poss_jax.config.paths import cache_folder
-from poss_jax.config.reading import UserError, cut, is_out_of_memory, lone_surrogates, shorten
+from poss_jax.config.reading import (
+    UserError,
+    cut,
+    is_out_of_memory,
+    lone_surrogates,
+    printable,
+    printable_lines,
+    shorten,
+)
 from poss_jax.config.version import __version__
 from poss_jax.program.commands import name_programs, started_as
 
@@ -106,7 +114,7 @@ def run_program(main: Callable[[], None]) -> None:
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # or closed
     logging.basicConfig()
     for handler in logging.getLogger().handlers:  # importing Orbax may have added one
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_Printable())
     _keep_compiled()
     try:
         with _interruptible(), _flushed():
@@ -132,8 +140,15 @@ def has_colours() -> bool:
     return is_wanted and not os.environ.get("NO_COLOR")
 
 
+class _Printable(logging.Formatter):
+    """Formats a record as its message alone, and a traceback below it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
+
+
 def _failed(message: str, code: int) -> int:
-    line = " ".join(message.splitlines())
+    line = printable(" ".join(message.splitlines()))
     if len(line) > _LONGEST_LINE:
         line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
     with suppress(OSError):  # stderr may be closed
