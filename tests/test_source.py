@@ -19,6 +19,7 @@ from poss_jax.config.json_reading import read_json
 from poss_jax.config.reading import UserError
 from poss_jax.convert.plan import is_finite
 from poss_jax.convert.source import open_tensors
+from poss_jax.data.tokenizer import load_tokenizer
 
 KEY = "model.layers.1.mlp.up_proj.weight"
 
@@ -90,7 +91,10 @@ def secret(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "merges.txt", "SHA256SUMS"])
+SMALL_FILES = ["config.json", "generation_config.json", "tokenizer.json", "merges.txt"]
+
+
+@pytest.mark.parametrize("name", [*SMALL_FILES, "SHA256SUMS"])
 @pytest.mark.parametrize("hops", [1, 2])
 def test_link_that_leads_out_of_the_source(tmp_path, secret, name, hops):
     folder = write_source(tmp_path / "source", target_tensors())
@@ -162,6 +166,28 @@ def test_tokenizer_of_a_model_folder_is_not_copied_through_a_link(tmp_path, secr
     (tmp_path / "source/tokenizer.json").symlink_to(secret)
     with pytest.raises(UserError, match=r"tokenizer\.json: a link that leads out of its folder"):
         copy_tokenizer(tmp_path / "source", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.json", "weights", "weights/embed", "weights/embed/d"])
+def test_link_that_leads_out_of_a_model_folder(tmp_path, name):
+    run("target", source=write_source(tmp_path / "a", target_tensors()), output=tmp_path / "out")
+    path = tmp_path / "out" / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=rf"{name}: a link that leads out of its folder"):
+        read_record(tmp_path / "out")
+
+
+def test_tokenizer_behind_a_link_that_leads_out(tmp_path, secret):
+    (tmp_path / "tokenizer_config.json").symlink_to(secret)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: a link that leads out"):
+        load_tokenizer(tmp_path)
+
+
+def test_gguf_file_behind_a_link_that_leads_out(tmp_path, secret):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/model.gguf").symlink_to(secret)
+    refused(tmp_path, r"model\.gguf: a link that leads out of its folder")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.checkpoint.sums import hash_values
-from poss_jax.config.json_reading import read_json
+from poss_jax.config.json_reading import check_own_file, check_own_tree, read_json
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.numbers import CountOrZero
 from poss_jax.config.paths import AnyPath, as_path, local_files
@@ -221,7 +221,8 @@ def read_record(folder: str | AnyPath) -> ModelRecord:
     """Reads the record of a model folder, without its weights.
 
     Raises:
-      UserError: no such folder, not a model folder, unknown format version, malformed record.
+      UserError: no such folder, not a model folder, unknown format version, malformed record, a
+        link in its weights that leads out of it.
     """
     folder = as_path(folder)
     if not folder.is_dir():
@@ -232,6 +233,9 @@ def read_record(folder: str | AnyPath) -> ModelRecord:
             f"{folder} holds no model.json, so it is not a model folder of poss_jax; "
             "convert it first: python -m poss_jax.convert --help"
         )
+    if isinstance(folder, Path):
+        check_own_file(folder / "model.json")
+        check_own_tree(folder / "weights", folder)
     values = read_json(path)
     if values.get("format_version") != FORMAT_VERSION:
         raise UserError(

@@ -120,14 +120,30 @@ def check_own_file(path: Path) -> None:
     Raises:
       UserError: a link to outside, or something that is not a regular file.
     """
-    folder, real = path.parent.resolve(), Path(os.path.realpath(path))
-    homes = [folder]
-    if folder.parent.name == "snapshots":
-        homes.append(folder.parent.parent / "blobs")
+    _check_link(path, path.parent)
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: want a regular file; put the file itself there")
+
+
+def check_own_tree(root: Path, folder: Path) -> None:
+    """Checks that no link at or below a path leads out of a folder, see `check_own_file`.
+
+    Raises:
+      UserError: a link to outside.
+    """
+    _check_link(root, folder)
+    for parent, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            _check_link(Path(parent, name), folder)
+
+
+def _check_link(path: Path, folder: Path) -> None:
+    home, real = folder.resolve(), Path(os.path.realpath(path))
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
     if not any(real.is_relative_to(home) for home in homes):
         raise UserError(f"{path}: a link that leads out of its folder; put the file itself there")
-    if real.exists() and not real.is_file():
-        raise UserError(f"{path}: want a regular file; put the file itself there")
 
 
 def _unique_keys(origin: str, pairs: Pairs) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
 # In the order of preference.
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
-_SMALL_FILES = ("config.json", *TOKENIZER_FILES)
+_SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 _DTYPES = {
     "F32": "float32",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poss_jax.checkpoint.record import TOKENIZER_FILES
+from poss_jax.config.json_reading import check_own_file
 from poss_jax.config.paths import AnyPath, local_files, uploaded
 from poss_jax.config.reading import UserError, one_line
 
@@ -78,7 +79,7 @@ def load_tokenizer(folder: AnyPath) -> "transformers.PreTrainedTokenizerBase":
 
     Raises:
       UserError: the folder holds no tokenizer, a broken one, one that needs custom code, or a
-        tokenizer file that is not a regular file.
+        tokenizer file that `check_own_file` refuses.
     """
     with local_files(folder, TOKENIZER_FILES) as local:
         return _load_local(local, folder)
@@ -86,8 +87,8 @@ def load_tokenizer(folder: AnyPath) -> "transformers.PreTrainedTokenizerBase":
 
 def _load_local(folder: Path, origin: AnyPath) -> "transformers.PreTrainedTokenizerBase":
     for path in folder.glob("*.*"):
-        if path.suffix in _SUFFIXES and path.exists() and not path.is_file():
-            raise UserError(f"{path}: want a regular file; put the file itself there")
+        if path.suffix in _SUFFIXES:
+            check_own_file(path)
     has_json = (folder / "tokenizer.json").exists()  # else AutoTokenizer converts (imports torch)
     kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
     with errors_of_tokenizer(f"{origin}: want a tokenizer, got", "copy its files there"):
