@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_sources import run, target_tensors, write_shards, write_source
+from tokenizers import Tokenizer, models
 
 from poss_jax.checkpoint import sums, torch_io
 from poss_jax.checkpoint.folder import copy_tokenizer
@@ -188,6 +189,21 @@ def test_gguf_file_behind_a_link_that_leads_out(tmp_path, secret):
     (tmp_path / "source").mkdir()
     (tmp_path / "source/model.gguf").symlink_to(secret)
     refused(tmp_path, r"model\.gguf: a link that leads out of its folder")
+
+
+# --------------------------------------------------------------------------------------------------
+# A tokenizer of another size
+
+
+@pytest.mark.parametrize("num_tokens", [16, 17])
+def test_tokenizer_with_more_tokens_than_the_embedding(tmp_path, capsys, num_tokens):
+    folder = write_source(tmp_path / "source", target_tensors())
+    vocabulary = {f"token{index}": index for index in range(num_tokens)}
+    Tokenizer(models.WordLevel(vocabulary, "token0")).save(str(folder / "tokenizer.json"))
+    run("target", source=folder, output=tmp_path / "out")
+    run("inspect", str(folder))
+    line = "assumed: texts hold no token above 15, the embedding's last, although the tokenizer"
+    assert capsys.readouterr().out.count(line) == 2 * (num_tokens == 17)
 
 
 # --------------------------------------------------------------------------------------------------

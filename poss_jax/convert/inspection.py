@@ -94,9 +94,10 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
     opened = open_source(source, revision, weights=False)
     found = Inspection(source)
     try:
-        _describe_reading(found, read_checkpoint(opened))
+        reading = read_checkpoint(opened)
+        _describe_reading(found, reading)
         if found.family == "target":
-            opened.check_tokenizer()
+            found.assumed = opened.check_tokenizer(reading.llama.vocab_size)
     except UserError as error:
         found.refused = str(error)
         _list_unknown(found, opened)

@@ -81,7 +81,7 @@ def plan_target(
     """
     reading = read_checkpoint(open_source(source, revision), "target")
     config, opened, tensors = reading.llama, reading.source, reading.source.tensors
-    opened.check_tokenizer()
+    assumed = opened.check_tokenizer(config.vocab_size)
     tokenizer = opened.tokenizer_folder
     embedding = tensors[_EMBED].read()
     head = embedding if config.tie_embeddings else tensors[HEAD].read()
@@ -93,7 +93,7 @@ def plan_target(
         )
     identity = target_identity(*opened.identity, embedding, head)
     record = new_record(config, identity, tokenizer_from=tokenizer, quantised=quantise)
-    return _convert(reading, record, dtype, tokenizer)
+    return _convert(replace(reading, assumed=assumed), record, dtype, tokenizer)
 
 
 def plan_draft(

@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from poss_jax.checkpoint import torch_io
 from poss_jax.checkpoint.record import TOKENIZER_FILES
@@ -145,8 +147,14 @@ class Source:
                 )
         return names
 
-    def check_tokenizer(self) -> None:
+    def check_tokenizer(self, vocab_size: int) -> tuple[str, ...]:
         """Refuses a target whose tokenizer is a SentencePiece model alone.
+
+        Args:
+          vocab_size: number of tokens that the target embeds.
+
+        Returns:
+          What has to be assumed of a tokenizer that has more.
 
         Raises:
           UserError: a tokenizer.model without the tokenizer.json that is read here.
@@ -160,6 +168,13 @@ class Source:
                 f"AutoTokenizer as A; d = '{self.folder}'; A.from_pretrained(d)"
                 '.save_pretrained(d)"'
             )
+        highest = _highest_id(json_file)
+        if highest < vocab_size:
+            return ()
+        return (
+            f"texts hold no token above {vocab_size - 1}, the embedding's last, although the "
+            f"tokenizer goes up to {highest}; others are refused",
+        )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -282,6 +297,13 @@ def _verify(folder: Path, names: Iterable[str]) -> set[str]:
             if check_blob(folder / name) or name in sums:
                 compared.add(name)
     return compared
+
+
+def _highest_id(tokenizer: Path) -> int:
+    """Highest id of a tokenizer.json; -1 if it cannot be read, which whoever loads it is told."""
+    with suppress(Exception):
+        return max(Tokenizer.from_file(str(tokenizer)).get_vocab().values())
+    return -1
 
 
 def _find_weights(folder: Path) -> Path | None:
