@@ -206,12 +206,12 @@ class AnswerFiles:
     def _resume(self, window: int, num_questions: int) -> None:
         """Keeps the complete windows."""
         keys = {self.output: "messages", self.failed: "reason"}
-        found = {path: _read_lines(path, key) for path, key in keys.items()}
-        times = Counter(line["index"] for lines in found.values() for line, _ in lines)
+        lines_of = {path: _read_lines(path, key) for path, key in keys.items()}
+        times = Counter(line["index"] for lines in lines_of.values() for line, _ in lines)
         wrong = (index for index in range(num_questions) if times[index] != 1)
         missing = next(wrong, num_questions)
         self.num_done = missing if missing == num_questions else missing - missing % window
-        for path, lines in found.items():
+        for path, lines in lines_of.items():
             kept = [(line, end) for line, end in lines if line["index"] < self.num_done]
             if path.exists():
                 os.truncate(path, kept[-1][1] if kept else 0)

@@ -158,7 +158,7 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
         if file is not None and real_path(file).is_relative_to(real_path(path)):
             raise UserError(f"output {path} holds {file}, which --overwrite would remove; move it")
     if not path.exists() or (
-        path.is_dir() and not any(one.name != ".lock" for one in path.iterdir())
+        path.is_dir() and not any(entry.name != ".lock" for entry in path.iterdir())
     ):
         return False
     saved = saved_config(path)
@@ -193,16 +193,16 @@ def saved_config(path: AnyPath) -> dict[str, Any] | None:
 
 def changed_settings(saved: dict[str, Any], config: TrainConfig) -> list[str]:
     """Describes how a config differs from a saved one in settings that must not change."""
-    wanted = config_to_dict(config)
-    return _differences(saved | {key: wanted[key] for key in _FREE_KEYS & wanted.keys()}, wanted)
+    asked = config_to_dict(config)
+    return _differences(saved | {key: asked[key] for key in _FREE_KEYS & asked.keys()}, asked)
 
 
-def _differences(saved: Any, wanted: Any, key: str = "") -> list[str]:
-    if isinstance(saved, dict) and isinstance(wanted, dict):
-        names = [*wanted, *(name for name in saved if name not in wanted)]
+def _differences(saved: Any, asked: Any, key: str = "") -> list[str]:
+    if isinstance(saved, dict) and isinstance(asked, dict):
+        names = [*asked, *(name for name in saved if name not in asked)]
         return [
             line
             for name in names
-            for line in _differences(saved.get(name), wanted.get(name), f"{key}.{name}".strip("."))
+            for line in _differences(saved.get(name), asked.get(name), f"{key}.{name}".strip("."))
         ]
-    return [] if saved == wanted else [f"{key}: saved {shorten(saved)}, asked {shorten(wanted)}"]
+    return [] if saved == asked else [f"{key}: saved {shorten(saved)}, asked {shorten(asked)}"]

@@ -56,20 +56,20 @@ def ask_first(function: Callable[[], AnswerT]) -> AnswerT:
     answer, unexpected = np.zeros(_MESSAGE_BYTES, np.uint8), None
     if is_first_process():
         try:
-            said = {"value": function()}
+            reply = {"value": function()}
         except UserError as error:
-            said = {"error": cut(str(error), _LONGEST_ERROR)}
+            reply = {"error": cut(str(error), _LONGEST_ERROR)}
         except Exception as error:  # the others are waiting for an answer
-            said, unexpected = {"error": "process 0 failed; its own output says why"}, error
-        content = json.dumps(said).encode()
+            reply, unexpected = {"error": "process 0 failed; its own output says why"}, error
+        content = json.dumps(reply).encode()
         answer[: len(content)] = np.frombuffer(content, np.uint8)
     answer = multihost_utils.broadcast_one_to_all(answer)
     if unexpected is not None:
         raise unexpected
-    said = json.loads(answer.tobytes().rstrip(b"\0"))
-    if "error" in said:
-        raise UserError(said["error"])
-    return said["value"]
+    reply = json.loads(answer.tobytes().rstrip(b"\0"))
+    if "error" in reply:
+        raise UserError(reply["error"])
+    return reply["value"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -78,18 +78,18 @@ def ask_first(function: Callable[[], AnswerT]) -> AnswerT:
 
 def put_batch(rows: Rows, mesh: Mesh) -> TrainBatch:
     """Places a batch; every process supplies its devices' part."""
-    place = place_batch(mesh)
+    sharding = place_batch(mesh)
 
     def put(array: Any) -> jax.Array:
         parts: dict[Any, Any] = {}  # read from disk here, so once per part
 
         def read(index: Any) -> Any:
-            bounds = tuple((one.start, one.stop) for one in index)
+            bounds = tuple((span.start, span.stop) for span in index)
             if bounds not in parts:
                 parts[bounds] = array[index]
             return parts[bounds]
 
-        return jax.make_array_from_callback(array.shape, place, read)
+        return jax.make_array_from_callback(array.shape, sharding, read)
 
     return TrainBatch(**{name: put(array) for name, array in vars(rows).items()})
 
@@ -125,17 +125,17 @@ def compile_on(
 
 def make_on(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
     """Runs a function with its result sharded by the table; no device ever holds it whole."""
-    place = place_tree(jax.eval_shape(function, *args), mesh)
-    return compile_on(mesh, function, place)(*args)
+    shardings = place_tree(jax.eval_shape(function, *args), mesh)
+    return compile_on(mesh, function, shardings)(*args)
 
 
 def stack_on(mesh: Mesh, layers: list[Params]) -> Params:
     """`stack_layers` array by array; deletes the inputs, so that only one copy is held."""
 
-    def stack(place: jax.sharding.Sharding, *parts: jax.Array) -> jax.Array:
-        stacked = jax.jit(_stack, out_shardings=place)(*parts)
-        for part in parts:
-            part.delete()
+    def stack(sharding: jax.sharding.Sharding, *parts: jax.Array) -> jax.Array:
+        stacked = jax.jit(_stack, out_shardings=sharding)(*parts)
+        for array in parts:
+            array.delete()
         return stacked
 
     shapes = {"layers": jax.eval_shape(stack_layers, layers)}
@@ -171,15 +171,15 @@ def _whole_items(
     config: LlamaConfig | DraftConfig, params: Params, mesh: Mesh
 ) -> Iterator[tuple[str, Params]]:
     """Gathers a model item by item; no device holds more than one item whole."""
-    whole = compile_on(mesh, lambda item: item)
-    whole_at = compile_on(mesh, lambda stack, index: jax.tree.map(lambda leaf: leaf[index], stack))
+    gather = compile_on(mesh, lambda item: item)
+    gather_at = compile_on(mesh, lambda stack, index: jax.tree.map(lambda leaf: leaf[index], stack))
     for name in item_shapes(config):
         group, _, index = name.partition("/")
         held = params[group]
         if index and not isinstance(held, list):
-            yield name, whole_at(held, int(index))
+            yield name, gather_at(held, int(index))
         else:
-            yield name, whole(held[int(index)] if index else held)
+            yield name, gather(held[int(index)] if index else held)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -203,14 +203,14 @@ def preemption_notice() -> Iterator[Callable[[int], bool]]:
         told.set()
         _quit_at_the_next_signal()
 
-    before = None
+    handlers = None
     if threading.current_thread() is threading.main_thread():  # only it may set handlers
-        before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, note)
     try:
         yield lambda step: told.is_set()
     finally:
-        for name, handler in (before or {}).items():
+        for name, handler in (handlers or {}).items():
             signal.signal(name, handler)
 
 

@@ -103,14 +103,14 @@ class DraftStage:
 
     def _open_draft(self) -> None:
         """Sets the draft's shape, following the draft it starts from if there is one."""
-        wanted, self._vocabulary = self._run.specialists, None
-        if wanted.draft_vocabulary is not None:
-            ids = read_draft_vocabulary(wanted.draft_vocabulary, self._record.llama.vocab_size)
+        settings, self._vocabulary = self._run.specialists, None
+        if settings.draft_vocabulary is not None:
+            ids = read_draft_vocabulary(settings.draft_vocabulary, self._record.llama.vocab_size)
             self._vocabulary = tuple(ids.tolist())
         if self._run.init_draft is None:
             target = self._record.llama
             num_tokens = len(self._vocabulary or range(target.vocab_size))
-            draft = describe_draft(wanted, target, num_tokens)
+            draft = describe_draft(settings, target, num_tokens)
         else:
             record = read_draft(self._run.init_draft, **self._fit())
             self._check_init_draft(record)
@@ -119,20 +119,20 @@ class DraftStage:
         self._refuse_unfit(draft)
         self.config = replace(
             draft,
-            positions_per_specialist=wanted.positions_per_specialist,
-            layers_per_specialist=wanted.layers_per_specialist,
-            trained_depth=wanted.depth,
-            kv=wanted.kv if family_of(draft).may_share_kv else draft.kv,
+            positions_per_specialist=settings.positions_per_specialist,
+            layers_per_specialist=settings.layers_per_specialist,
+            trained_depth=settings.depth,
+            kv=settings.kv if family_of(draft).may_share_kv else draft.kv,
         )
 
     def _refuse_unfit(self, draft: DraftConfig) -> None:
         """Refuses settings that have no meaning for drafts of this family."""
-        objective, wanted, family = self._run.objective, self._run.specialists, family_of(draft)
-        in_chains, passes = family.is_trained_in_chains, wanted.start == "pass_through"
+        objective, settings, family = self._run.objective, self._run.specialists, family_of(draft)
+        in_chains, passes = family.is_trained_in_chains, settings.start == "pass_through"
         for key, is_unfit, reason in (
             ("objective.feature_weight", in_chains and objective.feature_weight,
              "predict no feature of the target; set it to 0"),
-            ("specialists.kv", wanted.kv == "shared" and not family.may_share_kv,
+            ("specialists.kv", settings.kv == "shared" and not family.may_share_kv,
              "have separate projections of keys and values; leave it out"),
             ("specialists.start", passes and family.pass_through is None,
              "start at random; leave it out"),
@@ -147,8 +147,8 @@ class DraftStage:
         if self._run.init_draft is not None:
             now["init_draft"] = read_record(self._run.init_draft).fingerprint
         path = folder / "made_with.json"
-        before = read_json(path) if path.is_file() else now
-        if changed := [name for name, value in now.items() if before.get(name, value) != value]:
+        recorded = read_json(path) if path.is_file() else now
+        if changed := [name for name, value in now.items() if recorded.get(name, value) != value]:
             raise UserError(
                 f"{changed[0]}: its file has changed since this run began; put it back, or "
                 "start from scratch with --overwrite"
@@ -158,10 +158,10 @@ class DraftStage:
 
     def _check_init_draft(self, record: ModelRecord) -> None:
         """Refuses settings that contradict the draft to start from."""
-        wanted, draft, folder = self._run.specialists, record.draft, self._run.init_draft
+        settings, draft, folder = self._run.specialists, record.draft, self._run.init_draft
         for name, has, got in (
-            ("positions", draft.num_specialists, len(wanted.positions_per_specialist)),
-            ("layers", draft.layers_per_specialist[0], wanted.layers_per_specialist[0]),
+            ("positions", draft.num_specialists, len(settings.positions_per_specialist)),
+            ("layers", draft.layers_per_specialist[0], settings.layers_per_specialist[0]),
         ):
             if got < has:
                 where = "" if name == "positions" else " in the first specialist"
@@ -169,19 +169,19 @@ class DraftStage:
                     f"specialists.{name}_per_specialist: want {has} or more{where}, which "
                     f"init_draft {folder} has, got {got}"
                 )
-        if wanted.num_frozen > draft.num_specialists:
+        if settings.num_frozen > draft.num_specialists:
             raise UserError(
                 f"specialists.num_frozen: want at most {draft.num_specialists}, which init_draft "
-                f"{folder} has trained, got {wanted.num_frozen}"
+                f"{folder} has trained, got {settings.num_frozen}"
             )
         decided = {"family": draft.family, "aux_layers": draft.aux_layers}
-        given = {"family": wanted.family, "aux_layers": wanted.aux_layers}
+        requested = {"family": settings.family, "aux_layers": settings.aux_layers}
         if draft.head_size or record.draft_vocabulary:
             decided["draft_vocabulary"] = record.draft_vocabulary
-            given["draft_vocabulary"] = self._vocabulary
-        if wanted.fc_bias:
-            decided["fc_bias"], given["fc_bias"] = draft.fc_bias, True
-        for name, value in given.items():
+            requested["draft_vocabulary"] = self._vocabulary
+        if settings.fc_bias:
+            decided["fc_bias"], requested["fc_bias"] = draft.fc_bias, True
+        for name, value in requested.items():
             if value is not None and value != decided[name]:
                 raise UserError(
                     f"specialists.{name}: init_draft {folder} has another; leave the setting out, "
@@ -207,8 +207,8 @@ class DraftStage:
     def load_weights(self) -> None:
         """Reads the weights needed from the first step on, once the step is known to fit."""
         assert self._run.target is not None
-        target, dtype, place = self._run.target, self._dtype, place_weights(self.mesh)
-        _, self._target = load_target(target, dtype, with_layers=False, sharding=place)
+        target, dtype, sharding = self._run.target, self._dtype, place_weights(self.mesh)
+        _, self._target = load_target(target, dtype, with_layers=False, sharding=sharding)
         if self._run.init_draft is not None:
             loaded = self._load_init_draft(self._run.init_draft)
             self._init_draft, self._target["draft"] = split_embedding(loaded)
@@ -217,14 +217,14 @@ class DraftStage:
 
     def _load_init_draft(self, folder: str) -> Params:
         """Loads the draft to start from, with the wanted number of specialists."""
-        wanted, place = self._run.specialists, place_weights(self.mesh)
-        _, draft = load_draft(folder, jnp.float32, sharding=place, **self._fit())
-        if wanted.kv == "shared" and not has_shared_keys_values(draft):
+        settings, sharding = self._run.specialists, place_weights(self.mesh)
+        _, draft = load_draft(folder, jnp.float32, sharding=sharding, **self._fit())
+        if settings.kv == "shared" and not has_shared_keys_values(draft):
             raise UserError(
                 f"init_draft {folder}: want specialists with the same keys and values, got "
                 "different ones; start from another or leave out specialists.kv"
             )
-        return extend_specialists(draft, len(wanted.positions_per_specialist))
+        return extend_specialists(draft, len(settings.positions_per_specialist))
 
     def write_features(self) -> None:
         """Writes features to disk, so that steps need not compute them."""
@@ -289,8 +289,8 @@ class DraftStage:
         """The task, with the deviations of the target's features if the loss uses them."""
         if not self._run.objective.normalised_features:
             return self._task
-        found = measure_deviations(self._target, self._run, self._record, self.rows, self.mesh)
-        return self._task._replace(deviations=found)
+        deviations = measure_deviations(self._target, self._run, self._record, self.rows, self.mesh)
+        return self._task._replace(deviations=deviations)
 
     @functools.cached_property
     def _validation(self) -> Callable:

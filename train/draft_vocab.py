@@ -31,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="count or apply; continue with COMMAND --help.",
     )  # fmt: skip
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    args = _PARSERS[given.command]().parse_intermixed_args(given.arguments)
+    parsed = parser.parse_args(arguments)
+    args = _PARSERS[parsed.command]().parse_intermixed_args(parsed.arguments)
     with waiting("importing JAX ..."):
         from .vocabulary import apply, count
-    print_summary(count(args) if given.command == "count" else apply(args))
+    print_summary(count(args) if parsed.command == "count" else apply(args))
 
 
 def _count_parser() -> argparse.ArgumentParser:

@@ -81,17 +81,17 @@ def is_complete(features: FeatureSource | None) -> bool:
     Raises:
       UserError: they are complete, but this process does not see them.
     """
-    found = features is not None and ask_first(lambda: not features.missing)
-    if found and isinstance(features, FeatureCache):
+    has_all = features is not None and ask_first(lambda: not features.missing)
+    if has_all and isinstance(features, FeatureCache):
         features.check_seen()
-    return found
+    return has_all
 
 
 def load_layers(folder: str, record: ModelRecord, dtype: Any, mesh: Mesh) -> Params:
     """Loads the target's layers, stacked."""
-    place = place_weights(mesh)
+    sharding = place_weights(mesh)
     names = (f"layers/{index}" for index in range(record.llama.num_layers))
-    layers = [load_item(folder, record, name, dtype, sharding=place) for name in names]
+    layers = [load_item(folder, record, name, dtype, sharding=sharding) for name in names]
     return stack_on(mesh, layers)
 
 
@@ -105,7 +105,7 @@ def make_encode(
     """Returns a function that computes a batch's features in bfloat16, replicated."""
 
     def features(target: Params, batch: TrainBatch) -> Array:
-        found = encode(
+        encoded = encode(
             target,
             record.llama,
             batch.tokens,
@@ -113,7 +113,7 @@ def make_encode(
             block=config.step.attention_block,
             aux_layers=aux_layers,
         )
-        return found.astype(jnp.bfloat16)
+        return encoded.astype(jnp.bfloat16)
 
     run = compile_on(mesh, features)
     return lambda batch: run(target, batch)
@@ -185,7 +185,7 @@ def measure_deviations(
 
 def _join(parts: Sequence[Rows]) -> Rows:
     names = [field.name for field in fields(Rows)]
-    return Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    return Rows(*(np.concatenate([getattr(rows, name) for rows in parts]) for name in names))
 
 
 def _encode_rows(
@@ -226,7 +226,7 @@ def _hash_target(record: ModelRecord) -> str:
 def _hash_rows(prepared: Prepared) -> str:
     """Hashes everything in the rows that features depend on."""
     digest = hashlib.sha256()
-    for part in (prepared.train, prepared.validation):
-        for array in (part.tokens, part.documents):
+    for rows in (prepared.train, prepared.validation):
+        for array in (rows.tokens, rows.documents):
             digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

@@ -103,12 +103,12 @@ def _describe_divergence(
     rows = rows_at(len(stage.rows), error.step - 1, config.batch_size, config.seed)
     texts = [stage.tokenizer.decode(tokens) for tokens in stage.rows.tokens[rows]]
     named = [f"# row {row}\n\n{text}\n" for row, text in zip(rows, texts, strict=True)]
-    place = folder.write_sample(f"diverged-{error.step}.md", "\n".join(named))
+    sample = folder.write_sample(f"diverged-{error.step}.md", "\n".join(named))
     latest, listed = folder.latest_step, ", ".join(map(str, np.sort(rows)))
     kept = f"the checkpoint of step {latest} is kept" if latest else "nothing is saved yet"
     return (
         f"step {error.step} diverged: {error}; {kept}, its batch is rows {listed} of the training "
-        f"data (text: {place}); raise explosion_factor and run again if such a loss is "
+        f"data (text: {sample}); raise explosion_factor and run again if such a loss is "
         "expected, else fix the data or lower optimizer.learning_rate and start from scratch "
         "(--overwrite, or another output)"
     )
@@ -155,13 +155,13 @@ def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
     lines = ["Held-out text, and what is predicted to follow: `right` or ~~`wrong`~~ `wanted`."]
     for index in range(min(num_samples, len(shown.wanted))):
         table = []
-        for place in _places(shown.is_trained[index], depth):
-            before = _text_before(stage.validation_rows[index : index + 1], place + stage.lookahead)
-            cells = [_quoted(stage.tokenizer, before)]
-            for d, row in enumerate(range(place, place + depth)):
-                wanted, got = shown.wanted[index, row], shown.tokens[d, index, row]
-                wrong = "" if got == wanted else f"~~{_quoted(stage.tokenizer, [got])}~~ "
-                cells.append(wrong + _quoted(stage.tokenizer, [wanted]))
+        for start in _places(shown.is_trained[index], depth):
+            prefix = _text_before(stage.validation_rows[index : index + 1], start + stage.lookahead)
+            cells = [_quoted(stage.tokenizer, prefix)]
+            for d, row in enumerate(range(start, start + depth)):
+                label, got = shown.wanted[index, row], shown.tokens[d, index, row]
+                wrong = "" if got == label else f"~~{_quoted(stage.tokenizer, [got])}~~ "
+                cells.append(wrong + _quoted(stage.tokenizer, [label]))
             table.append(cells)
         lines += ["", f"## Row {index}", "", *format_rows(head, table)]
     return "\n".join(lines) + "\n"

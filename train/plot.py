@@ -103,9 +103,9 @@ def format_table(runs: list[RunMetrics]) -> str:
         length = run.best.get("simulated_acceptance_length")
         cells = [f"{_mean(run.best['validation_loss']):.3f}", f"{length:.3f}" if length else ""]
         table.append([run.name, run.best["step"], *cells])
-        known = [run.best.get(key) for key in _BY_DEPTH]  # not every family has a feature loss
+        metrics = [run.best.get(key) for key in _BY_DEPTH]  # not every family has a feature loss
         for depth, specialist in enumerate(run.specialists):
-            cells = ["" if values is None else f"{values[depth]:.3f}" for values in known]
+            cells = ["" if values is None else f"{values[depth]:.3f}" for values in metrics]
             by_depth.append([run.name, depth, specialist, *cells])
     lines = show_rows(["run", "step", "validation loss", "simulated acceptance length"], table)
     if by_depth:
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     runs = [read_run(folder) for folder in args.runs]
     if len({run.name for run in runs}) < len(runs):
         places = [real_path(folder) for folder in args.runs]
-        names = [f"{place.parent.name}/{place.name}" for place in places]
+        names = [f"{folder.parent.name}/{folder.name}" for folder in places]
         runs = [replace(run, name=name) for name, run in zip(names, runs, strict=True)]
     print(format_table(runs))
     output = None

@@ -119,30 +119,30 @@ def describe_data(report: dict[str, Any]) -> list[str]:
 
 def describe_sample(rows: Rows, tokenizer: Any) -> list[str]:
     """Shows the first document of the first row, marking the trained tokens."""
-    before, after = text_marks()
+    mark, end_mark = text_marks()
     document = (rows.documents[0] == 1).nonzero()[0]
     begin = max(0, int(rows.loss_mask[0].argmax()) - _SAMPLE_TOKENS // 2)
     shown = document[begin : begin + _SAMPLE_TOKENS]
     parts = []
     for is_trained, group in groupby(shown, lambda index: rows.loss_mask[0, index]):
         text = printable_lines(tokenizer.decode(rows.tokens[0, list(group)]))
-        parts.append(f"{before}{text}{after}" if is_trained else text)
-    return [f"sample    {before}this{after} is trained on", "".join(parts).rstrip("\n")]
+        parts.append(f"{mark}{text}{end_mark}" if is_trained else text)
+    return [f"sample    {mark}this{end_mark} is trained on", "".join(parts).rstrip("\n")]
 
 
-def _describe_part(name: str, part: dict[str, Any], packing: str) -> Iterator[str]:
-    lengths = ", ".join(f"{key} {value:,}" for key, value in part["lengths"].items())
+def _describe_part(name: str, stats: dict[str, Any], packing: str) -> Iterator[str]:
+    lengths = ", ".join(f"{key} {value:,}" for key, value in stats["lengths"].items())
     yield (
-        f"{name}  {part['documents']:,} documents, {part['tokens']:,} tokens, "
-        f"{part['learnt']:.1%} of them trained on"
+        f"{name}  {stats['documents']:,} documents, {stats['tokens']:,} tokens, "
+        f"{stats['learnt']:.1%} of them trained on"
     )
-    yield f"          lengths {lengths}; {part['truncated']:,} cut to a row"
-    if part["split_by_answer"]:
+    yield f"          lengths {lengths}; {stats['truncated']:,} cut to a row"
+    if stats["split_by_answer"]:
         yield (
-            f"          {part['split_by_answer']:,} chats have a document per answer, because the "
+            f"          {stats['split_by_answer']:,} chats have a document per answer, because the "
             "template rewrites earlier turns"
         )
-    yield f"          {part['rows']:,} rows, packing {packing}, {part['filled']:.1%} filled"
+    yield f"          {stats['rows']:,} rows, packing {packing}, {stats['filled']:.1%} filled"
 
 
 def _counts(counts: dict[str, int]) -> str:

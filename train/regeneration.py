@@ -81,14 +81,14 @@ def _answer_remaining(config: RegenerateConfig, output: Path, *, overwrite: bool
         **_describe(config),
     }
     files = AnswerFiles(output, made_from, answerer.window, overwrite=overwrite)
-    started, before = time.monotonic(), files.num_done
-    lines_to_come = answerer.answer(questions[before:])
+    started, num_done = time.monotonic(), files.num_done
+    lines_to_come = answerer.answer(questions[num_done:])
     if config.server is not None and not files.num_done:
         lines_to_come = hold_refusals(lines_to_come)
     if config.self_prompt is not None:
-        lines_to_come = read_asked(files.output, before).drop_repeated(lines_to_come)
+        lines_to_come = read_asked(files.output, num_done).drop_repeated(lines_to_come)
     with (
-        tqdm(total=len(questions), initial=before, desc="answer", unit="chat") as progress,
+        tqdm(total=len(questions), initial=num_done, desc="answer", unit="chat") as progress,
         closing(lines_to_come) as answers,
     ):
         for lines in answers:
@@ -101,7 +101,7 @@ def _answer_remaining(config: RegenerateConfig, output: Path, *, overwrite: bool
         "questions": len(questions),
         "answered": answered,
         "not_answered": files.counts,
-        "answered_before": before,
+        "answered_before": num_done,
         "seconds_with_compilation": round(time.monotonic() - started, 3),
     }
 
@@ -212,7 +212,7 @@ def _check_apart(source: str, output: Path) -> None:
         is_read = not is_uri(source) and path.absolute().match(os.path.abspath(as_path(source)))
         if path.exists() and not is_read:
             read = matching_files(source)
-            is_read = any(isinstance(one, Path) and path.samefile(one) for one in read)
+            is_read = any(isinstance(file, Path) and path.samefile(file) for file in read)
         if is_read:
             raise UserError(
                 f"source {source!r} reads {path}, which is written; name another output"

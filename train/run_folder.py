@@ -315,11 +315,11 @@ def damaged_checkpoints(run: AnyPath) -> dict[int, str]:
     """Finds the checkpoints of a run that differ from their checksums: step -> the difference."""
     if not isinstance(run, Path):
         return {}
-    found = {
+    differences = {
         step: find_damage(run / "checkpoints" / str(step), ignored=_WITHOUT_SUMS)
         for step in sorted(_steps(run / "checkpoints"))
     }
-    return {step: damage for step, damage in found.items() if damage is not None}
+    return {step: damage for step, damage in differences.items() if damage is not None}
 
 
 def is_damaged(config: TrainConfig) -> bool:

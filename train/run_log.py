@@ -233,5 +233,5 @@ def scalars(metrics: dict[str, Any]) -> dict[str, float]:
     """Splits lists: agreement [0.7, 0.6] gives agreement/depth_0 and agreement/depth_1."""
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
     for name in metrics.keys() - numbers.keys():
-        numbers |= {f"{name}/depth_{depth}": one for depth, one in enumerate(metrics[name])}
+        numbers |= {f"{name}/depth_{depth}": value for depth, value in enumerate(metrics[name])}
     return numbers

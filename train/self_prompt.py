@@ -50,11 +50,11 @@ def plan_questions(config: RegenerateConfig, tokenizer: Any) -> list[Question]:
         return list_questions(config.data, tokenizer)
     number = config.self_prompt
     num_given = np.floor(np.arange(number + 1) * config.source_share + 1e-9).astype(int)
-    given = _usable(config.data, tokenizer, int(num_given[-1]))
+    usable = _usable(config.data, tokenizer, int(num_given[-1]))
     system = config.data.system_prompt
     opening = [] if system is None else [{"role": "system", "content": system}]
-    own = Question(0, "self-prompted", {"source": "self"}, opening)
-    planned = (given[before] if before < after else own for before, after in pairwise(num_given))
+    empty = Question(0, "self-prompted", {"source": "self"}, opening)
+    planned = (usable[start] if start < end else empty for start, end in pairwise(num_given))
     return [replace(question, index=index) for index, question in enumerate(planned)]
 
 
@@ -62,8 +62,8 @@ def _usable(data: DataConfig, tokenizer: Any, number: int) -> list[Question]:
     """The first usable questions of a source."""
     if not number:
         return []
-    found = list_questions(data, tokenizer)
-    usable = [question for question in found if not isinstance(question.messages, Broken)]
+    listed = list_questions(data, tokenizer)
+    usable = [question for question in listed if not isinstance(question.messages, Broken)]
     if len(usable) < number:
         raise UserError(
             f"source {data.source!r}: want {number} questions, which is its share, got "
@@ -83,21 +83,21 @@ def find_opening(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[st
     Raises:
       UserError: the template does not write turns as they are, or refuses these messages.
     """
-    found = []
+    openings = []
     for probe in _PROBES:
         try:
             chat = [*messages, {"role": "user", "content": probe}]
             text = render_chat(tokenizer, chat, is_asking=True)
         except RenderError as error:
             raise UserError(f"the chat template refuses a user's turn: {error}") from error
-        before, is_there, after = text.rpartition(probe)
-        found.append((before if is_there else "", after))
-    if found[0] != found[1] or not found[0][0].strip():
+        prefix, is_there, suffix = text.rpartition(probe)
+        openings.append((prefix if is_there else "", suffix))
+    if openings[0] != openings[1] or not openings[0][0].strip():
         raise UserError(
             "self_prompt: want a chat template that opens a user's turn and then writes it as it "
             "is, got one whose opening cannot be found; give questions instead (--source DATA)"
         )
-    return found[0]
+    return openings[0]
 
 
 class TurnWriter:
@@ -227,12 +227,12 @@ class Asked:
         if " ".join(words) in self._exact:
             return "a question that was asked before"
         shingles = _shingles(words)
-        shared = Counter(chain.from_iterable(self._texts_with.get(one, ()) for one in shingles))
+        shared = Counter(chain.from_iterable(self._texts_with.get(key, ()) for key in shingles))
         for index, number in shared.items():
             if number >= _MOST_ALIKE * (len(shingles) + self._sizes[index] - number):
                 return "a question that was nearly asked before"
-        for one in shingles:
-            self._texts_with[one].append(len(self._sizes))
+        for key in shingles:
+            self._texts_with[key].append(len(self._sizes))
         self._sizes.append(len(shingles))
         self._exact.add(" ".join(words))
         return ""

@@ -53,9 +53,9 @@ _KNOWN_TO_ALL = ("temperature", "top_p", "seed")
 class Refused(Exception):
     """The server refuses a question, or its answer is unusable; `said` quotes the server."""
 
-    def __init__(self, reason: str, said: str = "") -> None:
+    def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
-        self.said = said
+        self.said = detail
 
 
 class Server:
@@ -130,13 +130,13 @@ class Server:
     ) -> dict[str, Any]:
         """Asks for one text; returns the server's choice."""
         body = body | {"max_tokens": max_tokens} | ({"stop": list(stop)} if stop else {})
-        said = self._request(path, body | self._sampling(sampling))
+        reply = self._request(path, body | self._sampling(sampling))
         try:
-            choice = said["choices"][0]
+            choice = reply["choices"][0]
         except (KeyError, IndexError, TypeError):
-            choice = said
+            choice = reply
         if not isinstance(choice, dict):
-            raise self._error(f"want a chat completion, got {shorten(said)}")
+            raise self._error(f"want a chat completion, got {shorten(reply)}")
         return choice
 
     def close(self) -> None:
@@ -155,15 +155,15 @@ class Server:
 
     def _first_model(self) -> str:
         try:
-            said = self._request("models", tries=1)
+            reply = self._request("models", tries=1)
         except Refused as error:
             raise self._error(f"{error}: {error.said}") from error
         try:
-            name = said["data"][0]["id"]
+            name = reply["data"][0]["id"]
         except (KeyError, IndexError, TypeError):
             name = None
         if not isinstance(name, str):
-            raise self._error(f"want a list of models, got {shorten(said)}; give --model")
+            raise self._error(f"want a list of models, got {shorten(reply)}; give --model")
         return name
 
     def _request(self, path: str, body: Any = None, *, tries: int = _TRIES) -> Any:
@@ -176,12 +176,12 @@ class Server:
             except httpx.HTTPError as error:
                 got = str(error) or type(error).__name__
             else:
-                status, said = reply.status_code, _message(reply.content)
+                status, text = reply.status_code, _message(reply.content)
                 if status == 200:
                     return self._parse(reply.content)
                 if status in _OF_THE_QUESTION:
-                    raise Refused(f"{_REFUSES} {status}", said)
-                got, retry_after = f"status {status}: {said}", reply.headers.get("Retry-After", "")
+                    raise Refused(f"{_REFUSES} {status}", text)
+                got, retry_after = f"status {status}: {text}", reply.headers.get("Retry-After", "")
                 is_passing = status in _PASSING or status >= 500
             if number == tries or not is_passing or self._wait(number, retry_after, got):
                 raise self._error(f"got {got}")
@@ -262,19 +262,19 @@ def hold_refusals(answers: Lines) -> Lines:
     Raises:
       UserError: the server refuses all of the first questions.
     """
-    held, before, refused = list[Line](), list[Line](), list[Line]()
+    held, failures, refused = list[Line](), list[Line](), list[Line]()
     with closing(answers):
         for lines in answers:
             held += lines
-            before = list(itertools.takewhile(lambda line: not _is_answer(line), held))
-            refused = list(filter(_is_refusal, before))
-            if len(before) < len(held) or len(refused) >= _REFUSALS:
+            failures = list(itertools.takewhile(lambda line: not _is_answer(line), held))
+            refused = list(filter(_is_refusal, failures))
+            if len(failures) < len(held) or len(refused) >= _REFUSALS:
                 break
-        if len(refused) >= _REFUSALS or (refused and len(before) == len(held)):
-            said = "".join(f": {line['said']}" for line in refused[:1] if "said" in line)
+        if len(refused) >= _REFUSALS or (refused and len(failures) == len(held)):
+            text = "".join(f": {line['said']}" for line in refused[:1] if "said" in line)
             raise UserError(
                 f"the server refuses all of the first {len(refused)} questions "
-                f"({refused[0]['reason']}{said}); mend the settings, or leave these questions out "
+                f"({refused[0]['reason']}{text}); mend the settings, or leave these questions out "
                 "of the source, then run again"
             )
         if held:
@@ -294,7 +294,7 @@ def _answer(
     server: Server, question: Question, config: RegenerateConfig, writer: TurnWriter | None
 ) -> Line:
     """Lets the server answer every turn of a chat, with its earlier answers in context."""
-    dialogue, said = open_dialogue(question, config), {}
+    dialogue, detail = open_dialogue(question, config), {}
     while not dialogue.ended:
         try:
             if writer is not None and writer.is_due(question, dialogue):
@@ -306,13 +306,13 @@ def _answer(
             answer, fields = server.answer(messages, dialogue.sampling, config)
         except Refused as error:
             dialogue.end(str(error))
-            said = {"said": error.said} if error.said else {}
+            detail = {"said": error.said} if error.said else {}
             continue
         if reason := refuse_answer(answer, config):
             dialogue.end(reason)
         else:
             dialogue.take(answer, fields)
-    return answer_line(question, dialogue) | said
+    return answer_line(question, dialogue) | detail
 
 
 def _write_turn(server: Server, dialogue: Dialogue, writer: TurnWriter) -> None:
@@ -352,9 +352,9 @@ def _message(content: bytes) -> str:
     """The message of an error, in one line."""
     text = content.decode(errors="replace")
     try:
-        found = json.loads(content)
-        found = found.get("error", found)
-        text = found["message"] if isinstance(found, dict) else found
+        error = json.loads(content)
+        error = error.get("error", error)
+        text = error["message"] if isinstance(error, dict) else error
     except (ValueError, RecursionError, KeyError, AttributeError):
         pass
     return " ".join(str(text).encode(errors="replace").decode().split())[:300]

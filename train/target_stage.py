@@ -48,15 +48,15 @@ class TargetStage:
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
         self.mesh = mesh
         self._check_init_target()
-        place = folder / _TOKENIZER
+        tokenizer_folder = folder / _TOKENIZER
 
         def make_tokenizer() -> None:
-            if not (place / "tokenizer.json").is_file():
-                self._write_tokenizer(place, load)
+            if not (tokenizer_folder / "tokenizer.json").is_file():
+                self._write_tokenizer(tokenizer_folder, load)
 
         ask_first(make_tokenizer)
         make_tokenizer()  # in a dry run each process has its own folder
-        self.tokenizer = load_tokenizer(place)
+        self.tokenizer = load_tokenizer(tokenizer_folder)
         prepared = prepare_rows(folder, config, self.tokenizer, self.config, load)
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report
@@ -69,13 +69,13 @@ class TargetStage:
         """Refuses a target to start from that has another shape than the run's."""
         if (folder := self._run.init_target) is None:
             return
-        given = config_to_dict(read_unquantised(folder).llama)
-        wanted = config_to_dict(self.config)
-        given["num_layers"] = max(given["num_layers"], wanted["num_layers"])
-        for name, value in given.items():
-            if wanted[name] != value:
+        initial = config_to_dict(read_unquantised(folder).llama)
+        config = config_to_dict(self.config)
+        initial["num_layers"] = max(initial["num_layers"], config["num_layers"])
+        for name, value in initial.items():
+            if config[name] != value:
                 raise UserError(
-                    f"model.{name}: want {value} as init_target {folder} has, got {wanted[name]}; "
+                    f"model.{name}: want {value} as init_target {folder} has, got {config[name]}; "
                     "only layers may be added"
                 )
 
@@ -113,8 +113,8 @@ class TargetStage:
 
         if self._run.init_target is None:
             return make_on(self.mesh, lambda key: stack(init_target(self.config, key)), self._key)
-        place = place_weights(self.mesh)
-        _, params = load_target(self._run.init_target, jnp.float32, sharding=place)
+        sharding = place_weights(self.mesh)
+        _, params = load_target(self._run.init_target, jnp.float32, sharding=sharding)
         return make_on(self.mesh, stack, params)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
@@ -135,10 +135,10 @@ class TargetStage:
 
     def save_model(self, params: Params, folder: AnyPath) -> None:
         """See `DraftStage`."""
-        whole = compile_on(self.mesh, lambda weight: weight)
-        embed = head = np.asarray(whole(params["embed"]["weight"]))
+        gather = compile_on(self.mesh, lambda weight: weight)
+        embed = head = np.asarray(gather(params["embed"]["weight"]))
         if not self.config.tie_embeddings:
-            head = np.asarray(whole(params["head"]["weight"]))
+            head = np.asarray(gather(params["head"]["weight"]))
         identity = target_identity(folder.parent.name, None, embed, head)
         tokenizer_from = folder.parent / _TOKENIZER
         record = new_record(self.config, identity, tokenizer_from=tokenizer_from)

@@ -42,8 +42,8 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
     check_loggers(config)
     check_output(config)
     with hold_together(config):
-        with claim_together(config, overwrite=overwrite) as place:
-            stage = None if holds_model(place) else open_stage(config, place)
+        with claim_together(config, overwrite=overwrite) as claimed:
+            stage = None if holds_model(claimed) else open_stage(config, claimed)
             if stage is not None:
                 check_memory(stage.plan_step())
                 stage.load_weights()

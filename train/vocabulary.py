@@ -140,11 +140,11 @@ def _format_counts(
     trained = counts[0]
     vocab_size, num_seen = len(trained), int((trained > 0).sum())
     powers = {1 << power for power in range(vocab_size.bit_length())}
-    sizes = {one for one in powers if one >= _SMALLEST_SHOWN} | {vocab_size, size or vocab_size}
+    sizes = {n for n in powers if n >= _SMALLEST_SHOWN} | {vocab_size, size or vocab_size}
     table = []
     for shown in sorted(sizes):
         tokens = choose_tokens(trained, shown)
-        table.append([shown, *(f"{coverage_of(part, tokens):.2%}" for part in counts)])
+        table.append([shown, *(f"{coverage_of(split, tokens):.2%}" for split in counts)])
     lines = [
         f"{config.data.source}: {trained.sum():,} tokens are trained on, {num_seen:,} of "
         f"{vocab_size:,} different ones occur",

@@ -44,8 +44,8 @@ def _list_files(path: Path) -> Iterator[str]:
     """Names, sizes and times of a checkpoint's files: another checkpoint has others."""
     yield str(path)
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        about = file.stat()
-        yield f"{file.name} {about.st_size} {about.st_mtime_ns}"
+        status = file.stat()
+        yield f"{file.name} {status.st_size} {status.st_mtime_ns}"
 
 
 def convert_once(name: str, find_source: Callable[[], str | Path], *command: str) -> Path:

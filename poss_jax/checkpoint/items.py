@@ -124,30 +124,30 @@ def load_item(
     """
     sharding = sharding or jnp.zeros(()).sharding
     arrays = flatten_item(_open_item(folder, record, name))
-    places = {
-        path: _place("/".join((name, *path)), array, dtype, sharding)
+    layouts = {
+        path: _layout("/".join((name, *path)), array, dtype, sharding)
         for path, array in arrays.items()
     }
     with _explained(_item_path(folder, name)):
-        finish = {path: _begin_read(array, places[path]) for path, array in arrays.items()}
+        finish = {path: _begin_read(array, layouts[path]) for path, array in arrays.items()}
         return unflatten_dict({path: done() for path, done in finish.items()})
 
 
-def _begin_read(stored: ts.TensorStore, place: jax.ShapeDtypeStruct) -> Callable[[], jax.Array]:
+def _begin_read(stored: ts.TensorStore, layout: jax.ShapeDtypeStruct) -> Callable[[], jax.Array]:
     """Begins to read the parts of an array that this process holds; the result waits for them."""
-    indices = place.sharding.addressable_devices_indices_map(place.shape).values()
-    cast = ts.cast(stored, place.dtype)
-    parts = {key: cast[index].read() for key, index in {str(one): one for one in indices}.items()}
+    indices = layout.sharding.addressable_devices_indices_map(layout.shape).values()
+    cast = ts.cast(stored, layout.dtype)
+    parts = {key: cast[index].read() for key, index in {str(i): i for i in indices}.items()}
 
     def finish() -> jax.Array:
         return jax.make_array_from_callback(
-            place.shape, place.sharding, lambda index: parts[str(index)].result()
+            layout.shape, layout.sharding, lambda index: parts[str(index)].result()
         )
 
     return finish
 
 
-def _place(
+def _layout(
     path: str, array: Any, dtype: Any, sharding: jax.sharding.Sharding | ShardingFor
 ) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of an array in memory."""
@@ -194,7 +194,7 @@ def _open_arrays(path: AnyPath) -> Params:
     if not names:
         raise ValueError("it has no arrays")
     settings = {"driver": "zarr", "fill_missing_data_reads": False}
-    opened = [ts.open(settings | {"kvstore": store | {"path": f"{one}/"}}) for one in names]
+    opened = [ts.open(settings | {"kvstore": store | {"path": f"{name}/"}}) for name in names]
     return unflatten_dict(
         {tuple(name.split(".")): array.result() for name, array in zip(names, opened, strict=True)}
     )

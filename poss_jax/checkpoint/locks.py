@@ -64,8 +64,8 @@ def sole_writer(output: str | AnyPath) -> Iterator[None]:
         try:
             held.enter_context(made_parents(real))
             is_inside = real.is_dir() and not os.access(real.parent, os.W_OK)
-            place = real / ".lock" if is_inside else real.parent / f".{real.name}.lock"
-            held.enter_context(hold_lock(place, refuse))
+            lock_file = real / ".lock" if is_inside else real.parent / f".{real.name}.lock"
+            held.enter_context(hold_lock(lock_file, refuse))
         except OSError as error:
             raise UserError(f"output {output}: {error.strerror}; name another place") from error
         yield

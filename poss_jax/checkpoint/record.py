@@ -62,11 +62,11 @@ class TargetIdentity:
     embedding_sha256: str
     head_sha256: str
 
-    def same_weights(self, other: "TargetIdentity") -> bool:
+    def same_weights(self, identity: "TargetIdentity") -> bool:
         """True if both have the same embedding and head; names may differ."""
         return (self.embedding_sha256, self.head_sha256) == (
-            other.embedding_sha256,
-            other.head_sha256,
+            identity.embedding_sha256,
+            identity.head_sha256,
         )
 
 

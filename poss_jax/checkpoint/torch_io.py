@@ -88,8 +88,8 @@ def _to_torch(torch: Any, array: np.ndarray) -> Any:
 
 
 def _explain_pickle(path: Path, error: pickle.UnpicklingError, *, is_intact: bool) -> str:
-    wanted = _GLOBAL.search(str(error))
-    what = f"one that wants to use {wanted[1]}" if wanted else "one that holds or runs other things"
+    match = _GLOBAL.search(str(error))
+    what = f"one that wants to use {match[1]}" if match else "one that holds or runs other things"
     damaged = "" if is_intact else " (or the file is damaged)"
     return f"{path}: want a pickle of plain tensors, got {what}{damaged}; use a safetensors file"
 

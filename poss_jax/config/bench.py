@@ -102,8 +102,8 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
 
     def __post_init__(self) -> None:
         for name in ("draft_vocabulary", "draft_window"):
-            given = getattr(self, name) is not None
-            if given and not (self.ways or self.target == SMOLLM2):
+            is_set = getattr(self, name) is not None
+            if is_set and not (self.ways or self.target == SMOLLM2):
                 raise ValueError(f"{name} limits drafts; give drafts, too")
         if twice := self.drafts.keys() & self.methods.keys():
             raise ValueError(f"methods: {min(twice)} is a draft's name, too; choose another")

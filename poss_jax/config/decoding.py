@@ -188,7 +188,7 @@ class GenerateConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        num_given = sum(one is not None for one in (self.question, self.prompt, self.prompts))
+        num_given = sum(source is not None for source in (self.question, self.prompt, self.prompts))
         if num_given != 1 and not (num_given == 0 and self.precompile):
             raise ValueError("want a question, a text (prompt) or a file of prompts (prompts)")
         if self.show_drafts and not self.stream:

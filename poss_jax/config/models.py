@@ -274,8 +274,8 @@ class DraftConfig:
     def other_norms(self) -> dict[str, Any]:
         """Norm settings that differ from EAGLE-3's."""
         usual = {"norm_before_residual": False, "fc_norm": None, "output_norm": "head"}
-        own = {field: getattr(self, field) for field in usual}
-        return {field: value for field, value in own.items() if value != usual[field]}
+        norms = {field: getattr(self, field) for field in usual}
+        return {field: value for field, value in norms.items() if value != usual[field]}
 
     @property
     def method(self) -> str:
@@ -408,8 +408,8 @@ class MeshConfig:
           UserError: their product is not the number of devices.
         """
         sizes = (self.data, self.fsdp, self.tensor)
-        given = math.prod(size for size in sizes if size != -1)
-        data, fsdp, tensor = (num_devices // given if size == -1 else size for size in sizes)
+        fixed = math.prod(size for size in sizes if size != -1)
+        data, fsdp, tensor = (num_devices // fixed if size == -1 else size for size in sizes)
         if data * fsdp * tensor not in (num_devices, 1):
             raise UserError(
                 f"mesh {self.name} does not fit {num_devices} devices; want sizes whose product "

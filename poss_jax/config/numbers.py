@@ -15,12 +15,12 @@ def _refuse_bool(value: Any) -> Any:
     return value
 
 
-def _no_smaller_than(least: float) -> AfterValidator:
+def _no_smaller_than(smallest: float) -> AfterValidator:
     """Refuses numbers that float32 may round to 0, but not 0 itself."""
 
     def check(number: float) -> float:
-        if 0 < abs(number) < least:
-            raise ValueError(f"want no number closer to 0 than {least}, got {number}")
+        if 0 < abs(number) < smallest:
+            raise ValueError(f"want no number closer to 0 than {smallest}, got {number}")
         return number
 
     return AfterValidator(check)

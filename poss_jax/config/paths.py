@@ -46,14 +46,14 @@ def as_path(path: str | AnyPath) -> AnyPath:
 
 def absolute(path: str | AnyPath) -> AnyPath:
     """`as_path`, made absolute; epath would prefix a URI with the working directory."""
-    found = as_path(path)
-    return found.absolute() if isinstance(found, Path) else found
+    converted = as_path(path)
+    return converted.absolute() if isinstance(converted, Path) else converted
 
 
 def real_path(path: str | AnyPath) -> AnyPath:
     """`absolute`, with links resolved."""
-    found = as_path(path)
-    return found.resolve() if isinstance(found, Path) else found
+    converted = as_path(path)
+    return converted.resolve() if isinstance(converted, Path) else converted
 
 
 def local_path(path: str | Path, name: str) -> Path:

@@ -61,7 +61,7 @@ def list_keys(kind: Any, prefix: str = "") -> dict[str, Key]:
     help_of = _attribute_lines(kind)
     for name, field in kind.__pydantic_fields__.items():
         parts = (field.annotation, *getattr(field.annotation, "__args__", ()))
-        sections = [part for part in parts if hasattr(part, "__pydantic_fields__")]
+        sections = [hint for hint in parts if hasattr(hint, "__pydantic_fields__")]
         required, default = field.is_required(), field.default
         default = None if required or default is PydanticUndefined else default
         text = help_of.get(name, "")
@@ -173,9 +173,9 @@ def shorten(value: Any) -> str:
         return "a number of too many digits"
 
 
-def cut(text: str, most: int = 100) -> str:
+def cut(text: str, max_length: int = 100) -> str:
     """Cuts a text for messages."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 def one_line(error: object) -> str:
@@ -221,8 +221,8 @@ def _name_override(override: str) -> str:
     return f"override {cut(override)!r}"
 
 
-def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in other.items():
+def _merge(into: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in overrides.items():
         if isinstance(value, Mapping) and isinstance(into.get(key), dict):
             _merge(into[key], value)
         else:
@@ -234,7 +234,7 @@ def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
     """Returns the wrong key and a message that begins with it or quotes it."""
     # A misspelt key often also counts as missing; report the misspelling.
     error = min(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
-    where = cut(".".join(str(part) for part in error["loc"]))
+    where = cut(".".join(str(key) for key in error["loc"]))
     match error["type"]:
         case "unexpected_keyword_argument":
             near = difflib.get_close_matches(where, list_keys(kind), n=1, cutoff=0.0)
@@ -246,11 +246,11 @@ def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
             message = f"{where}: {message}" if where else message
             return message.partition(": ")[0], message  # may name a key itself
         case "too_short":
-            least, got = (error["ctx"][key] for key in ("min_length", "actual_length"))
-            return where, f"{where}: want at least {least}, got {got}"
+            min_length, got = (error["ctx"][key] for key in ("min_length", "actual_length"))
+            return where, f"{where}: want at least {min_length}, got {got}"
         case "too_long":
-            most, got = (error["ctx"][key] for key in ("max_length", "actual_length"))
-            return where, f"{where}: want at most {most}, got {got}"
+            max_length, got = (error["ctx"][key] for key in ("max_length", "actual_length"))
+            return where, f"{where}: want at most {max_length}, got {got}"
         case "dataclass_type":
             return where, f"{where}: want a mapping of keys, got {shorten(error['input'])}"
     return where, f"{where}: {error['msg']}, got {shorten(error['input'])}"
@@ -324,6 +324,6 @@ def _count_nodes(node: yaml.Node, counts: dict[int, float]) -> float:
     if id(node) not in counts:
         counts[id(node)] = math.inf
         inner = [] if isinstance(node, yaml.ScalarNode) else node.value
-        flat = chain.from_iterable(one if isinstance(one, tuple) else (one,) for one in inner)
-        counts[id(node)] = 1 + sum(_count_nodes(one, counts) for one in flat)
+        flat = chain.from_iterable(item if isinstance(item, tuple) else (item,) for item in inner)
+        counts[id(node)] = 1 + sum(_count_nodes(child, counts) for child in flat)
     return counts[id(node)]

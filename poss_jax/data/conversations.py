@@ -151,7 +151,7 @@ def plain_texts(documents: Sequence[Document]) -> list[str]:
 def plain_text(message: Message) -> str:
     """The content of a turn, its parts joined; "" if there is none."""
     content = message.get("content", "")
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "".join(piece["text"] for piece in content)
 
 
 def is_trained(message: Message) -> bool:
@@ -161,7 +161,7 @@ def is_trained(message: Message) -> bool:
 
 def end_with_answer(messages: Sequence[Message]) -> list[Message]:
     """Drops the turns after the last trained answer."""
-    count = max((i for i, one in enumerate(messages, start=1) if is_trained(one)), default=0)
+    count = max((i for i, turn in enumerate(messages, start=1) if is_trained(turn)), default=0)
     return list(messages[:count])
 
 
@@ -232,7 +232,7 @@ def _read_turns(turns: list[Any]) -> tuple[list[Message], Broken | None]:
     messages: list[Message] = []
     oddity = None
     for turn in turns:
-        message = _read_turn(turn, after=messages[-1]["role"] if messages else None)
+        message = _read_turn(turn, previous_role=messages[-1]["role"] if messages else None)
         if isinstance(message, Broken):
             oddity = message
             if message is _ASSISTANT_FIRST:
@@ -246,15 +246,15 @@ def _read_user_turns(texts: list[Any]) -> list[Message] | Broken:
     """Reads questions up to the first invalid one."""
     asked: list[Message] = []
     for text in texts:
-        message = _read_turn({"role": "user", "content": text}, after=None)
+        message = _read_turn({"role": "user", "content": text}, previous_role=None)
         if isinstance(message, Broken):
             return asked or message
         asked.append(message | {"content": plain_text(message)})
     return asked or Broken("empty conversation")
 
 
-def _read_turn(turn: Any, *, after: str | None) -> Message | Broken:
-    """Reads a turn that follows one of the role `after`; its other fields are kept."""
+def _read_turn(turn: Any, *, previous_role: str | None) -> Message | Broken:
+    """Reads a turn that follows one of the role `previous_role`; its other fields are kept."""
     fields = turn if isinstance(turn, dict) else {}
     fields = {key: value for key, value in fields.items() if value is not None}
     name, content = (
@@ -268,21 +268,21 @@ def _read_turn(turn: Any, *, after: str | None) -> Message | Broken:
     if content is not None:
         fields = {"content": content, **fields}
     message = {"role": role, **fields}
-    return _oddity_of_turn(message, after) or message
+    return _oddity_of_turn(message, previous_role) or message
 
 
-def _oddity_of_turn(message: Message, after: str | None) -> Broken | None:
-    """Says why a turn cannot follow one of the role `after`."""
+def _oddity_of_turn(message: Message, previous_role: str | None) -> Broken | None:
+    """Says why a turn cannot follow one of the role `previous_role`."""
     role, calls = message["role"], _calls(message)
     if "content" not in message and not calls:
         return Broken("a turn without text")
-    if role == "assistant" and after in (None, "system"):
+    if role == "assistant" and previous_role in (None, "system"):
         return _ASSISTANT_FIRST
-    if role == after != "tool":
+    if role == previous_role != "tool":
         return Broken(f"two {role} turns in a row")
-    if role == "system" and after is not None:
+    if role == "system" and previous_role is not None:
         return Broken("a system turn inside")
-    if role == "tool" and after not in ("assistant", "tool"):
+    if role == "tool" and previous_role not in ("assistant", "tool"):
         return Broken("the result of a tool that was not called")
     if role in ("user", "assistant") and not (plain_text(message).strip() or calls):
         return Broken("an empty turn")
@@ -302,11 +302,11 @@ def _read_content(content: Any) -> str | list[dict[str, str]] | None:
         return content
     parts = content if isinstance(content, list) else []
     texts = [
-        part["text"]
-        for part in parts
-        if isinstance(part, dict)
-        and part.get("type", "text") in _TEXT_PARTS
-        and isinstance(part.get("text"), str)
+        piece["text"]
+        for piece in parts
+        if isinstance(piece, dict)
+        and piece.get("type", "text") in _TEXT_PARTS
+        and isinstance(piece.get("text"), str)
     ]
     is_text = bool(parts) and len(texts) == len(parts)
     return [{"type": "text", "text": text} for text in texts] if is_text else None
@@ -314,8 +314,8 @@ def _read_content(content: Any) -> str | list[dict[str, str]] | None:
 
 def _pair_keys(record: dict[str, Any]) -> tuple[str, str] | None:
     """Finds the keys of question and answer; tables of mixed layouts may have empty ones."""
-    found = [pair for pair in _PAIRS if all(key in record for key in pair)]
-    return min(found, key=lambda pair: any(record[key] is None for key in pair), default=None)
+    present = [pair for pair in _PAIRS if all(key in record for key in pair)]
+    return min(present, key=lambda pair: any(record[key] is None for key in pair), default=None)
 
 
 def _read_pair(record: dict[str, Any]) -> Chat | Broken:
@@ -323,7 +323,7 @@ def _read_pair(record: dict[str, Any]) -> Chat | Broken:
     if keys is None:
         return Broken("no question and answer")
     question = _read_question(record)
-    answer = _read_turn({"role": "assistant", "content": record[keys[1]]}, after="user")
+    answer = _read_turn({"role": "assistant", "content": record[keys[1]]}, previous_role="user")
     if isinstance(question, Broken):
         return question
     return answer if isinstance(answer, Broken) else _make_chat(record, [question, answer])

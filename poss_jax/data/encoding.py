@@ -35,20 +35,20 @@ def encode_documents(
         for start in range(0, len(documents), _DOCUMENTS_PER_CHUNK):
             chunk = documents[start : start + _DOCUMENTS_PER_CHUNK]
             if isinstance(chunk[0], Tokens):
-                yield from ([one] for one in chunk if isinstance(one, Tokens))
+                yield from ([tokens] for tokens in chunk if isinstance(tokens, Tokens))
             elif isinstance(chunk[0], str):
                 yield from _encode_texts(chunk, tokenizer)
             else:
                 assert template is not None
-                yield from _encode_chats([_render(one, template) for one in chunk], tokenizer)
+                yield from _encode_chats([_render(chat, template) for chat in chunk], tokenizer)
             progress.update(len(chunk))
 
 
 def _encode_texts(texts: Sequence[Any], tokenizer: Any) -> Iterator[list[Tokens]]:
     bos, eos = special_ids(tokenizer, "bos"), special_ids(tokenizer, "eos")
     for ids in encode_plain(tokenizer, texts):
-        whole = np.asarray([*bos, *ids, *eos], np.int32)
-        yield [Tokens(whole, np.ones(len(whole), bool))]
+        row = np.asarray([*bos, *ids, *eos], np.int32)
+        yield [Tokens(row, np.ones(len(row), bool))]
 
 
 def _render(document: Document, template: ChatTemplate) -> list[RenderedChat] | Broken:
@@ -61,7 +61,7 @@ def _render(document: Document, template: ChatTemplate) -> list[RenderedChat] | 
 def _encode_chats(
     rendered: Sequence[list[RenderedChat] | Broken], tokenizer: Any
 ) -> Iterator[list[Tokens] | Broken]:
-    chats = [chat for one in rendered if not isinstance(one, Broken) for chat in one]
+    chats = [chat for item in rendered if not isinstance(item, Broken) for chat in item]
     bounds = [[*itertools.chain(*chat.spans), len(chat.text)] for chat in chats]
     beginnings = [chat.text[:end] for chat, ends in zip(chats, bounds, strict=True) for end in ends]
     encoded = iter(encode_rendered(tokenizer, beginnings) if beginnings else [])
@@ -69,11 +69,11 @@ def _encode_chats(
         _join(chat, list(itertools.islice(encoded, len(ends))), tokenizer)
         for chat, ends in zip(chats, bounds, strict=True)
     )
-    for one in rendered:
-        if isinstance(one, Broken):
-            yield one
+    for item in rendered:
+        if isinstance(item, Broken):
+            yield item
         else:
-            yield list(itertools.chain(*itertools.islice(sequences, len(one))))
+            yield list(itertools.chain(*itertools.islice(sequences, len(item))))
 
 
 def _join(chat: RenderedChat, encoded: Sequence[list[int]], tokenizer: Any) -> Iterator[Tokens]:
@@ -88,7 +88,7 @@ def _join(chat: RenderedChat, encoded: Sequence[list[int]], tokenizer: Any) -> I
     """
     ids: list[int] = []
     trained: list[bool] = []
-    *bounds, whole = encoded
+    *bounds, complete = encoded
     for asked, answered, span in zip(bounds[::2], bounds[1::2], chat.spans, strict=True):
         if asked[: len(ids)] != ids:
             yield _as_tokens(ids, trained)
@@ -98,7 +98,7 @@ def _join(chat: RenderedChat, encoded: Sequence[list[int]], tokenizer: Any) -> I
             answer = _encode_alone(tokenizer, chat.text[slice(*span)])
         trained += [False] * (len(asked) - len(trained)) + [True] * len(answer)
         ids = asked + answer
-    yield _as_tokens(whole if whole[: len(ids)] == ids else ids, trained)
+    yield _as_tokens(complete if complete[: len(ids)] == ids else ids, trained)
 
 
 def _as_tokens(ids: Sequence[int], trained: Sequence[bool]) -> Tokens:
@@ -113,8 +113,8 @@ def _encode_alone(tokenizer: Any, answer: str) -> list[int]:
 
     Some tokenizers put a space before the start of a text.
     """
-    for before in ("x", "\n", "1"):
-        alone, both = encode_rendered(tokenizer, [before, before + answer])
+    for prefix in ("x", "\n", "1"):
+        alone, both = encode_rendered(tokenizer, [prefix, prefix + answer])
         if both[: len(alone)] == alone:
             return both[len(alone) :]
     return encode_rendered(tokenizer, [answer])[0]

@@ -82,8 +82,8 @@ class LazyFeatures:
         return len(self.rows), *self.source.shape[1:]
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        first, *rest = index
-        return self.source.read(self.rows[first])[:, *rest]
+        first, *inner = index
+        return self.source.read(self.rows[first])[:, *inner]
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,11 @@ class FeatureCache:
 
     def check_space(self) -> None:
         """Raises UserError if the disk has no room for what is missing."""
-        place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
-        wanted, free = self.num_bytes(self.missing), shutil.disk_usage(place).free
-        if wanted > free:
+        existing = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        required, free = self.num_bytes(self.missing), shutil.disk_usage(existing).free
+        if required > free:
             raise UserError(
-                f"features.cache {self.folder} wants {_gib(wanted)} more, its disk has "
+                f"features.cache {self.folder} wants {_gib(required)} more, its disk has "
                 f"{_gib(free)} free; make room, name a folder on another disk, or leave out "
                 "features.cache"
             )
@@ -187,10 +187,10 @@ class FeatureCache:
         Raises:
           UserError: it says something else by now.
         """
-        place, manifest = self.folder / _MANIFEST, self._manifest()
-        if not place.is_file():
-            write_file(place, json.dumps(manifest, indent=2) + "\n")
-        elif json.loads(place.read_text(encoding="utf-8")) != manifest:
+        path, manifest = self.folder / _MANIFEST, self._manifest()
+        if not path.is_file():
+            write_file(path, json.dumps(manifest, indent=2) + "\n")
+        elif json.loads(path.read_text(encoding="utf-8")) != manifest:
             raise UserError(
                 f"features.cache {self.folder} was begun by another run meanwhile; run the same "
                 "command again"
@@ -220,9 +220,9 @@ class FeatureCache:
         try:
             with replaced(path) as partial, partial.open("wb") as file:
                 np.lib.format.write_array_header_1_0(file, header)
-                for part in features:
-                    assert part.dtype == _DTYPE
-                    bits = np.ascontiguousarray(part).view(_BITS)
+                for piece in features:
+                    assert piece.dtype == _DTYPE
+                    bits = np.ascontiguousarray(piece).view(_BITS)
                     file.write(bits.data)
                     sums += map(zlib.crc32, bits)
                 file.write(np.array(sums, _CRC).data)
@@ -247,15 +247,15 @@ class FeatureCache:
             features[chosen] = self._read(int(shard), places[chosen])
         return features.view(_DTYPE)
 
-    def _read(self, shard: int, places: np.ndarray) -> np.ndarray:
+    def _read(self, shard: int, indices: np.ndarray) -> np.ndarray:
         path = self._path(shard)
         shape = len(self.rows_of(shard)), *self.shape[1:]
         try:
             array, sums = _open_shard(path, shape)
-            rows = np.ascontiguousarray(array[places])
-            for place, row in zip(places, rows, strict=True):
-                if zlib.crc32(row) != sums[place]:
-                    raise ValueError(f"row {place} is not what was written")
+            rows = np.ascontiguousarray(array[indices])
+            for index, row in zip(indices, rows, strict=True):
+                if zlib.crc32(row) != sums[index]:
+                    raise ValueError(f"row {index} is not what was written")
         except Exception as error:  # NumPy raises many kinds on a damaged header
             raise UserError(
                 f"{path}: want a shard of features {shape}, got a damaged file "
@@ -290,22 +290,22 @@ def open_cache(
     """
     row_bytes = math.prod(shape[1:]) * _BITS.itemsize
     new = FeatureCache(folder, made_from, shape, max(1, int(shard_bytes / row_bytes)))
-    place = folder / _MANIFEST
-    if not place.is_file():
+    path = folder / _MANIFEST
+    if not path.is_file():
         if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise UserError(
                 f"features.cache {folder} holds something else (no {_MANIFEST}); name a new folder"
             )
         return new
     try:
-        manifest = json.loads(place.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"))
         saved = dict(manifest["made_from"], shape=manifest["shape"], dtype=manifest["dtype"])
         rows_per_shard = int(manifest["rows_per_shard"])
         if rows_per_shard < 1:
             raise ValueError(f"rows_per_shard {rows_per_shard}")
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(
-            f"{place}: want the manifest of a cache, got a damaged file ({one_line(error)}); "
+            f"{path}: want the manifest of a cache, got a damaged file ({one_line(error)}); "
             "remove the folder"
         ) from error
     asked = dict(made_from, shape=list(shape), dtype=_DTYPE.name)
@@ -322,12 +322,12 @@ def open_cache(
     return FeatureCache(folder, made_from, shape, rows_per_shard)
 
 
-def _open_shard(path: Path, wanted: tuple[int, ...]) -> tuple[np.memmap, np.ndarray]:
+def _open_shard(path: Path, expected: tuple[int, ...]) -> tuple[np.memmap, np.ndarray]:
     """Maps a shard's features; reads the checksums of its rows."""
     with path.open("rb") as file:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        if (shape, dtype) != (wanted, _BITS):
+        if (shape, dtype) != (expected, _BITS):
             raise ValueError(f"{dtype} {shape}")
         array = np.memmap(file, dtype, "r", file.tell(), shape)
     sums = np.fromfile(path, _CRC, offset=array.offset + array.nbytes)

@@ -36,7 +36,7 @@ def _matching_objects(pattern: str) -> list[AnyPath]:
     if "**" in pattern:
         raise UserError(f"data.source {pattern!r}: URIs take * but not **; name one folder")
     root = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
-    return sorted(found for found in root.glob(str(path.relative_to(root))) if found.is_file())
+    return sorted(file for file in root.glob(str(path.relative_to(root))) if file.is_file())
 
 
 def json_lines(path: AnyPath) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -45,7 +45,7 @@ def hide_marks(tokenizer: Any, value: Any) -> Any:
 
     def hide(value: Any) -> Any:
         if isinstance(value, str):
-            return marks.pattern.sub(lambda found: numbers[found.group()], value)
+            return marks.pattern.sub(lambda match: numbers[match.group()], value)
         if isinstance(value, dict):
             return {hide(key): hide(item) for key, item in value.items()}
         return list(map(hide, value)) if isinstance(value, list | tuple) else value
@@ -82,16 +82,16 @@ def _has_foreign_mark(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
     if _STAND_IN.search(text):
         return True
     marks = _find_marks(tokenizer)
-    found = Counter(token for token in ids if token in marks.known)
-    return bool(found - Counter(marks.ids[name] for name in marks.pattern.findall(text)))
+    counts = Counter(token for token in ids if token in marks.known)
+    return bool(counts - Counter(marks.ids[name] for name in marks.pattern.findall(text)))
 
 
 def _encode_apart(tokenizer: Any, text: str) -> list[int]:
     """Encodes the template's special tokens as tokens and the hidden ones as plain text."""
     marks, renamed = _find_marks(tokenizer), _rename_marks(tokenizer)
     names, spelled = _names(marks), list(marks.ids)
-    own = marks.pattern.sub(lambda found: names[found.group()], text)
-    plain = _STAND_IN.sub(lambda found: spelled[int(found.group(1))], own)
+    renamed_text = marks.pattern.sub(lambda match: names[match.group()], text)
+    plain = _STAND_IN.sub(lambda match: spelled[int(match.group(1))], renamed_text)
     return renamed.encode(plain, add_special_tokens=False).ids
 
 
@@ -99,8 +99,8 @@ def _encode_apart(tokenizer: Any, text: str) -> list[int]:
 def _find_marks(tokenizer: Any) -> _Marks:
     added = tokenizer.added_tokens_decoder
     ids = {token.content: token_id for token_id, token in added.items() if token.special}
-    known = frozenset(ids.values()) - {tokenizer.unk_token_id}
-    return _Marks(ids, known, special_pattern(tokenizer))
+    reserved = frozenset(ids.values()) - {tokenizer.unk_token_id}
+    return _Marks(ids, reserved, special_pattern(tokenizer))
 
 
 def _names(marks: _Marks) -> dict[str, str]:
@@ -115,18 +115,18 @@ def _rename_marks(tokenizer: Any) -> Any:
     marks = _find_marks(tokenizer)
     names = _names(marks)
     try:
-        about = json.loads(tokenizer.backend_tokenizer.to_str()) | {"post_processor": None}
-        about |= {"truncation": None, "padding": None}
-        for token in about["added_tokens"]:
+        state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"post_processor": None}
+        state |= {"truncation": None, "padding": None}
+        for token in state["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
-        model = about["model"]
+        model = state["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(key, key): i for key, i in model["vocab"].items()}
         else:
             model["vocab"] = [[names.get(key, key), score] for key, score in model["vocab"]]
         if "unk_token" in model:
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-        renamed = Tokenizer.from_str(json.dumps(about))
+        renamed = Tokenizer.from_str(json.dumps(state))
     except Exception as error:  # the tokenizer's Rust side raises nothing narrower
         raise _cannot_tell() from error
     if any(renamed.token_to_id(names[text]) != token_id for text, token_id in marks.ids.items()):

@@ -93,13 +93,13 @@ def make_prepared(
     if has_features and packing != "none":
         raise UserError(f"data.packing {packing}: a file of features fills a row alone; want none")
     parts = {name: _Part(config, packing, vocab_size, tally) for name in _PARTS}
-    for name, part in parts.items():
-        given = getattr(documents, name)
-        encoded = encode_documents(given, tokenizer, template)
-        for document, sequences in zip(given, encoded, strict=True):
-            part.add(document, sequences)
+    for name, split in parts.items():
+        split_documents = getattr(documents, name)
+        encoded = encode_documents(split_documents, tokenizer, template)
+        for document, sequences in zip(split_documents, encoded, strict=True):
+            split.add(document, sequences)
     tally.check(config.max_dropped)
-    rows = {name: part.rows() for name, part in parts.items()}
+    rows = {name: split.rows() for name, split in parts.items()}
     if not isinstance(first, str) and config.train_on == "assistant":
         _check_share(config, rows["train"])
     report = {
@@ -112,9 +112,9 @@ def make_prepared(
         "dropped": dict(tally.dropped.most_common()),
         "first_dropped": tally.first_dropped,
         "used_in_part": dict(tally.cut.most_common()),
-        **{name: part.statistics(rows[name]) for name, part in parts.items()},
+        **{name: split.statistics(rows[name]) for name, split in parts.items()},
     }
-    files = tuple(file for part in parts.values() for file in part.files)
+    files = tuple(file for split in parts.values() for file in split.files)
     return Prepared(**rows, report=report, files=files)
 
 
@@ -150,15 +150,15 @@ class _Part:
         if isinstance(sequences, Broken):
             self._tally.drop(_excerpt(document), sequences)
             return
-        before = len(self._sequences)
-        for one in sequences:
-            _check_vocabulary(document, one.ids, self._vocab_size)
-            trained = one.trained | (self._config.train_on == "all")
+        num_sequences = len(self._sequences)
+        for sequence in sequences:
+            _check_vocabulary(document, sequence.ids, self._vocab_size)
+            trained = sequence.trained | (self._config.train_on == "all")
             if trained[: self._most].any():
-                ids, trained = one.ids[: self._most], trained[: self._most]
-                self._sequences.append(Tokens(ids, trained, one.file))
-                self._lengths.append(len(one.ids))
-        if len(self._sequences) == before:
+                ids, trained = sequence.ids[: self._most], trained[: self._most]
+                self._sequences.append(Tokens(ids, trained, sequence.file))
+                self._lengths.append(len(sequence.ids))
+        if len(self._sequences) == num_sequences:
             where = f"the first {self._most} tokens" if self._most else "it"
             self._tally.drop(_excerpt(document), Broken(f"nothing to learn in {where}"))
         self._split += len(sequences) > 1
@@ -166,7 +166,7 @@ class _Part:
     @property
     def files(self) -> list[str]:
         """Feature files, in the order of the rows."""
-        return [one.file for one in self._sequences if one.file]
+        return [sequence.file for sequence in self._sequences if sequence.file]
 
     def rows(self) -> Rows:
         return make_rows(self._sequences, self._config.sequence_length, self._packing)
@@ -215,10 +215,10 @@ def _refuse_spelled_out(texts: Sequence[Any], config: DataConfig, tokenizer: Any
     if config.format != "auto" or config.is_code:
         return
     pattern = special_pattern(tokenizer)
-    found = [match for text in texts[:_LOOKED_AT] if (match := pattern.search(text))]
-    if 2 * len(found) > len(texts[:_LOOKED_AT]):
+    marks = [match for text in texts[:_LOOKED_AT] if (match := pattern.search(text))]
+    if 2 * len(marks) > len(texts[:_LOOKED_AT]):
         raise UserError(
-            f"data.source {config.source!r}: texts spell out {found[0].group()!r}, like chats that "
+            f"data.source {config.source!r}: texts spell out {marks[0].group()!r}, like chats that "
             "a template has written; set data.format to rendered (or to text, if they are not)"
         )
 
@@ -244,14 +244,14 @@ def _fingerprint(
 def _write(path: AnyPath, prepared: Prepared, made_from: str) -> None:
     """Writes the file atomically."""
     arrays = {
-        f"{part}/{name}": array
-        for part in _PARTS
-        for name, array in vars(getattr(prepared, part)).items()
+        f"{split}/{name}": array
+        for split in _PARTS
+        for name, array in vars(getattr(prepared, split)).items()
     }
     report, files = json.dumps(prepared.report), json.dumps(prepared.files)
-    about = {"made_from": made_from, "report": report, "files": files}
+    metadata = {"made_from": made_from, "report": report, "files": files}
     with replaced(path) as partial, partial.open("wb") as file:
-        np.savez(file, **about, **arrays)
+        np.savez(file, **metadata, **arrays)
 
 
 def _read(path: AnyPath, made_from: str) -> Prepared:
@@ -263,8 +263,8 @@ def _read(path: AnyPath, made_from: str) -> Prepared:
                 for name in saved.namelist()
             }
         rows = {
-            part: Rows(**{field.name: arrays[f"{part}/{field.name}"] for field in fields(Rows)})
-            for part in _PARTS
+            split: Rows(**{field.name: arrays[f"{split}/{field.name}"] for field in fields(Rows)})
+            for split in _PARTS
         }
         report, saved_from = json.loads(str(arrays["report"])), str(arrays["made_from"])
         files = tuple(json.loads(str(arrays["files"])))

@@ -93,19 +93,19 @@ def _read_module(path: Path) -> Record:
 
 
 def _read_packages(
-    wanted: tuple[str, ...], held_out: tuple[str, ...]
+    names: tuple[str, ...], held_out: tuple[str, ...]
 ) -> Iterator[tuple[str, Record]]:
     """Reads modules of installed packages, mixed; of all packages but this one if none is named."""
     installed = Path(sysconfig.get_path("purelib"))
     folders = {folder.name: folder for folder in installed.iterdir() if folder.is_dir()}
     folders = {name: f for name, f in folders.items() if name.isidentifier() and name != "poss_jax"}
     folders[_STDLIB] = Path(sysconfig.get_path("stdlib"))
-    if missing := [name for name in (*wanted, *held_out) if name not in folders]:
+    if missing := [name for name in (*names, *held_out) if name not in folders]:
         raise UserError(f"data: want installed packages, got {missing}; install or leave them out")
     modules = {
-        f"{name}/{place}": path
-        for name in (dict.fromkeys((*wanted, *held_out)) if wanted else folders)
-        for place, path in _list_modules(folders[name])
+        f"{name}/{module}": path
+        for name in (dict.fromkeys((*names, *held_out)) if names else folders)
+        for module, path in _list_modules(folders[name])
     }
     for name in sorted(modules, key=lambda name: blake2b(name.encode()).digest()):
         yield name, _read_module(modules[name])
@@ -166,8 +166,8 @@ def _read_saved(config: DataConfig) -> Iterator[tuple[str, Record]]:
     try:
         import datasets
 
-        found: Any = datasets.load_from_disk(folder)
-        rows: Any = found if isinstance(found, datasets.Dataset) else found[config.split]
+        saved: Any = datasets.load_from_disk(folder)
+        rows: Any = saved if isinstance(saved, datasets.Dataset) else saved[config.split]
         for number, row in enumerate(rows.with_format(None)):  # it may ask for torch
             yield f"{folder} row {number}", row
     except Exception as error:  # Arrow and the system raise many kinds
@@ -179,12 +179,12 @@ def _read_saved(config: DataConfig) -> Iterator[tuple[str, Record]]:
 
 def _read_hub(config: DataConfig) -> Iterator[tuple[str, Record]]:
     name = config.source
-    wanted = (
+    requirement = (
         f"data.source {name!r}: want stdlib, a .txt, .json or .jsonl path or glob, "
         "or a Hub data set"
     )
     if not _HUB_ID.fullmatch(name):
-        raise UserError(f"{wanted}; it is none of them")
+        raise UserError(f"{requirement}; it is none of them")
     try:
         import datasets  # 4.0 and later run no script of a data set
 
@@ -195,4 +195,4 @@ def _read_hub(config: DataConfig) -> Iterator[tuple[str, Record]]:
         for number, row in enumerate(rows):
             yield f"{name} row {number}", row
     except Exception as error:  # the Hub, Arrow, the client and the system raise many kinds
-        raise UserError(f"{wanted}; as a data set it fails: {one_line(error)}") from error
+        raise UserError(f"{requirement}; as a data set it fails: {one_line(error)}") from error

@@ -53,16 +53,16 @@ def make_rows(sequences: Sequence[Tokens], length: int, packing: str) -> Rows:
         )
     groups = [[index] for index in range(len(sequences))]
     if packing == "documents":
-        groups = pack([len(one.ids) for one in sequences], length)
+        groups = pack([len(sequence.ids) for sequence in sequences], length)
     tokens, documents = (np.zeros((len(groups), length), np.int32) for _ in range(2))
     loss_mask = np.zeros((len(groups), length), bool)
     for row, group in enumerate(groups):
         end = 0
         for number, index in enumerate(group, start=1):
             ids = sequences[index].ids
-            place = row, slice(end, end + len(ids))
-            tokens[place], documents[place] = ids, number
-            loss_mask[place] = sequences[index].trained
+            cells = row, slice(end, end + len(ids))
+            tokens[cells], documents[cells] = ids, number
+            loss_mask[cells] = sequences[index].trained
             end += len(ids)
     return Rows(tokens, loss_mask, documents)
 
@@ -109,15 +109,15 @@ def rows_at(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
 
 
 def _chop(sequences: Sequence[Tokens], length: int) -> Rows:
-    tokens = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in sequences)])
-    trained = np.concatenate([np.zeros(0, bool), *(one.trained for one in sequences)])
+    tokens = np.concatenate([np.zeros(0, np.int32), *(sequence.ids for sequence in sequences)])
+    trained = np.concatenate([np.zeros(0, bool), *(sequence.trained for sequence in sequences)])
     rows = len(tokens) // length
     if not rows:
         raise UserError(
             f"want a row of {length} tokens, got {len(tokens)} tokens in {len(sequences)} "
             "documents; give more text or lower data.sequence_length"
         )
-    tokens, trained = (part[: rows * length].reshape(rows, length) for part in (tokens, trained))
+    tokens, trained = (array[: rows * length].reshape(rows, length) for array in (tokens, trained))
     return Rows(tokens.astype(np.int32), trained, np.ones(tokens.shape, np.int32))
 
 

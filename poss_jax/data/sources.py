@@ -41,10 +41,10 @@ class Tally:
         if len(self.first_dropped) < _NAMED:
             self.first_dropped.append(f"{where}: {broken}")
 
-    def check(self, most: float) -> None:
-        """Raises UserError if nothing is left, or more than a share `most` was dropped."""
+    def check(self, max_share: float) -> None:
+        """Raises UserError if nothing is left, or more than a share `max_share` was dropped."""
         dropped = self.dropped.total()
-        if dropped and (dropped == self.records or dropped > most * self.records):
+        if dropped and (dropped == self.records or dropped > max_share * self.records):
             reasons = ", ".join(f"{reason} {n}" for reason, n in self.dropped.most_common())
             raise UserError(
                 f"data.source {self.source!r}: {dropped} of {self.records} records cannot be used "
@@ -99,8 +99,8 @@ def _usable_documents(
 ) -> Iterator[tuple[str, Document]]:
     """Yields (key that decides the side of the split, document)."""
     has_features = config.source.endswith(SUFFIX)
-    wanted = "tokens" if has_features else config.format
-    kind = None if wanted == "auto" else wanted
+    setting = "tokens" if has_features else config.format
+    kind = None if setting == "auto" else setting
     records = read_feature_files(config, width) if has_features else read_records(config)
     for where, record in tqdm(records, desc="read", unit="rec", delay=2):
         tally.records += 1

@@ -106,9 +106,9 @@ class ChatTemplate:
         self.text = _read_template(tokenizer, name)
         self.name = name or "the tokenizer's own"
         added = tokenizer.added_tokens_decoder
-        known = [*stop_ids, *special_ids(tokenizer, "eos")]
-        stops = {added[token].content for token in known if token in added}
-        self._special = match_any({one.content for one in added.values() if one.special} | stops)
+        stop_tokens = [*stop_ids, *special_ids(tokenizer, "eos")]
+        stops = {added[token].content for token in stop_tokens if token in added}
+        self._special = match_any({mark.content for mark in added.values() if mark.special} | stops)
         self._special_end = re.compile(f"(?:{self._special.pattern})$")
         try:
             turns = learn_turns(self._write, self._special, sorted(stops))
@@ -130,13 +130,13 @@ class ChatTemplate:
           The texts; or why the chat cannot be rendered.
         """
         for text in _strings([chat.messages, chat.tools]):
-            if found := self._special.search(text):
-                return Broken("a special token is spelled out", found.group())
+            if match := self._special.search(text):
+                return Broken("a special token is spelled out", match.group())
         try:
             parts = self.write_answers(chat)
         except RenderError as error:
             return _explain(error)
-        trained = [is_trained(one) for one in chat.messages if one["role"] == "assistant"]
+        trained = [is_trained(turn) for turn in chat.messages if turn["role"] == "assistant"]
         return self._join(parts, trained)
 
     def write_answers(self, chat: Chat) -> list[Part]:
@@ -199,14 +199,14 @@ class ChatTemplate:
     def _roles_of_parts(self) -> frozenset[str]:
         """Roles whose content may be a list of parts: one part renders like its text."""
         chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-        steps, found = [Step(2, False)], set[str]()
-        wanted = self._write(chat, steps)
-        for index, one in enumerate(chat):
-            in_parts = {**one, "content": [{"type": "text", "text": one["content"]}]}
+        steps, roles = [Step(2, False)], set[str]()
+        expected = self._write(chat, steps)
+        for index, message in enumerate(chat):
+            in_parts = {**message, "content": [{"type": "text", "text": message["content"]}]}
             with contextlib.suppress(RenderError):
-                if self._write([*chat[:index], in_parts, *chat[index + 1 :]], steps) == wanted:
-                    found.add(one["role"])
-        return frozenset(found | ({"system", "tool"} if "user" in found else set()))
+                if self._write([*chat[:index], in_parts, *chat[index + 1 :]], steps) == expected:
+                    roles.add(message["role"])
+        return frozenset(roles | ({"system", "tool"} if "user" in roles else set()))
 
     def _join(self, parts: Sequence[Part], trained: Sequence[bool]) -> list[RenderedChat] | Broken:
         """Joins parts to one text, or to one per answer if a prompt changes the earlier turns.
@@ -214,9 +214,9 @@ class ChatTemplate:
         A template may drop what it writes after an answer's end once another turn follows.
         """
         is_one, end, spans = True, 0, []
-        for before, answer in zip(parts[::2], parts[1::2], strict=True):
-            is_one &= before.shared >= end
-            begin = before.shared + len(before.text)
+        for prompt, answer in zip(parts[::2], parts[1::2], strict=True):
+            is_one &= prompt.shared >= end
+            begin = prompt.shared + len(prompt.text)
             if answer.shared < begin:
                 return Broken(
                     "the chat template begins a finished answer otherwise than it asks for it"
@@ -272,11 +272,11 @@ def _read_template(tokenizer: Any, name: str | None) -> str | None:
                 f"data.template {name!r}: want null (the tokenizer's own), {', '.join(BUILT_IN)} "
                 f"or the path of a .jinja file; as a file it fails: {one_line(error)}"
             ) from error
-    known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    vocabulary = {token.content for token in tokenizer.added_tokens_decoder.values()}
     missing = [
         token
         for token in _NEEDED[name]
-        if token not in known and getattr(tokenizer, token, None) is None
+        if token not in vocabulary and getattr(tokenizer, token, None) is None
     ]
     if missing:
         raise UserError(
@@ -304,10 +304,10 @@ def fit_chat(chat: Chat, template: ChatTemplate) -> tuple[Chat | Broken, str]:
       The chat, and why a part of it was left out ("" if it is whole); or why none can be used.
     """
     bare = list(_bare_chats(chat))
-    whole = _write(chat, template) if bare else None
-    if whole is None:  # `render` will say why
+    full = _write(chat, template) if bare else None
+    if full is None:  # `render` will say why
         return chat, ""
-    cuts = [(_first_same(chat, held, whole, _write(one, template)), w) for w, held, one in bare]
+    cuts = [(_first_same(chat, held, full, _write(bared, template)), w) for w, held, bared in bare]
     end, what = min(cuts)
     if end == len(chat.messages):
         return chat, ""
@@ -341,7 +341,7 @@ def _write(chat: Chat, template: ChatTemplate) -> list[Part] | None:
 
 
 def _first_same(
-    chat: Chat, held: set[int], whole: Sequence[Part], bare: Sequence[Part] | None
+    chat: Chat, held: set[int], full: Sequence[Part], bare: Sequence[Part] | None
 ) -> int:
     """Index of the first turn that is written the same without its field; else their number.
 
@@ -353,8 +353,8 @@ def _first_same(
     num_answered = 0
     for index, turn in enumerate(chat.messages):
         is_answer = turn["role"] == "assistant"
-        place = 2 * num_answered + is_answer
-        if index in held and whole[place].text == bare[place].text:
+        part_index = 2 * num_answered + is_answer
+        if index in held and full[part_index].text == bare[part_index].text:
             return index
         num_answered += is_answer
     return len(chat.messages)

@@ -155,11 +155,11 @@ def errors_of_tokenizer(what: str, to_do: str) -> Iterator[None]:
 
 
 def _sample(texts: Iterable[str]) -> Iterator[str]:
-    left = TOKENIZER_SAMPLE_CHARACTERS
+    budget = TOKENIZER_SAMPLE_CHARACTERS
     for text in texts:
-        yield text[:left]
-        left -= len(text)
-        if left <= 0:
+        yield text[:budget]
+        budget -= len(text)
+        if budget <= 0:
             return
 
 

@@ -95,12 +95,12 @@ def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) ->
     if isinstance(seen, Broken):
         return seen
     call = _look_at_call(write, special)
-    marks, others = set(stops), set[str]()
-    for one in filter(None, (seen, call)):
-        same, different = _end_marks(one, special, match_any(stops))
-        marks, others = marks | same, others | different
+    marks, followed_ends = set(stops), set[str]()
+    for sight in filter(None, (seen, call)):
+        same, different = _end_marks(sight, special, match_any(stops))
+        marks, followed_ends = marks | same, followed_ends | different
     textual = _common_start(seen.behind, seen.followed or seen.behind)
-    ends = marks | others
+    ends = marks | followed_ends
     has_end = bool(match_any(ends).search(seen.answer))
     if not has_end and textual.strip():
         ends, has_end = ends | {textual}, True
@@ -119,28 +119,28 @@ def _look(
     write: Write,
     special: re.Pattern[str],
     chat: Sequence[Message],
-    said: str,
+    answer_text: str,
     tools: list[Any] | None = None,
 ) -> _Sight | Broken:
     """Renders a question, an answer, and a following turn."""
-    question, prompt, whole = write(chat, [Step(1, False), Step(1, True), Step(2, False)], tools)
+    question, prompt, full = write(chat, [Step(1, False), Step(1, True), Step(2, False)], tools)
     last = ""
     with suppress(RenderError):  # a template may support single-turn chats only
         [last] = write(chat, [Step(3, True)], tools)
-    if not whole.startswith(prompt):
+    if not full.startswith(prompt):
         return Broken("the chat template begins a finished answer otherwise than it asks for it")
-    answer = whole[len(prompt) :]
-    lead, found, behind = answer.partition(said)
-    if QUESTION not in prompt or not found:
+    answer = full[len(prompt) :]
+    lead, is_found, behind = answer.partition(answer_text)
+    if QUESTION not in prompt or not is_found:
         return Broken("want questions and answers written as they are, got a text without them")
-    before, unasked = (text.rpartition(QUESTION)[2] for text in (prompt, question))
+    between, unasked = (text.rpartition(QUESTION)[2] for text in (prompt, question))
     followed = None
     if last.startswith(prompt):
-        _, found, rest = last[len(prompt) :].partition(said)
-        followed = rest if found else None
+        _, is_found, suffix = last[len(prompt) :].partition(answer_text)
+        followed = suffix if is_found else None
     return _Sight(
-        before=before,
-        asks=before[len("".join(_common_pieces(before, unasked, special))) :],
+        before=between,
+        asks=between[len("".join(_common_pieces(between, unasked, special))) :],
         answer=answer,
         lead=lead,
         behind=behind,
@@ -175,9 +175,9 @@ def _end_marks(
     return set(), {mark.group() for mark in firsts if mark and firsts[0]}
 
 
-def _common_pieces(one: str, other: str, special: re.Pattern[str]) -> list[str]:
+def _common_pieces(first: str, second: str, special: re.Pattern[str]) -> list[str]:
     """Common prefix of two texts, split into special tokens (every second) and other text."""
-    return _common_start(*(re.split(f"({special.pattern})", text) for text in (one, other)))
+    return _common_start(*(re.split(f"({special.pattern})", text) for text in (first, second)))
 
 
 def _header(
@@ -214,7 +214,7 @@ def _openings(seen: _Sight, special: re.Pattern[str], end: re.Pattern[str] | Non
     }
 
 
-def _common_start(one: Any, other: Any) -> Any:
+def _common_start(first: Any, second: Any) -> Any:
     """The start that two texts or two lists share."""
-    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return one[: next(differ, min(len(one), len(other)))]
+    differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return first[: next(differ, min(len(first), len(second)))]

@@ -133,7 +133,7 @@ def draft(
     beam, x = root_beam(len(root_input)), root_input
     rows = None  # draft inputs of the levels after the first, appended per level
     path = jnp.zeros((len(x), 0), jnp.int32)  # their tokens
-    own = None  # their keys and values in this level's stream
+    drafted = None  # their keys and values in this level's stream
     own_further: list[tuple[Array, Array]] = []  # and those in the further layers of a looped draft
     masked = _run_masks(params, config, cache, tree.depth - 1)
     levels: list[Candidates] = []
@@ -142,9 +142,9 @@ def draft(
             reads_tokens = depth > 0 and masked is None
             if reads_tokens:
                 rows = x if rows is None else jnp.concatenate([rows, x], axis=1)
-                own = _enter_level(params, config, cache, own, rows, depth)
+                drafted = _enter_level(params, config, cache, drafted, rows, depth)
             if depth == 0 or masked is None:
-                features = _run_level(params, config, cache, own, beam, x, depth)
+                features = _run_level(params, config, cache, drafted, beam, x, depth)
             else:
                 features = jnp.repeat(masked[:, depth - 1 : depth], x.shape[1], axis=1)
             if reads_tokens and config.is_looped:
@@ -181,8 +181,8 @@ def _run_masks(
     layers = [_specialist(params, config, 0), *_further_layers(params, config)]
     for stream, layer in enumerate(layers):
         q = layer.queries(layer.normed(x), positions, cache.frequencies)
-        own = _keys_values(layer, cache, x, positions)
-        x = layer.finish(x, _attend_in_order(config, cache, stream, q, own))
+        drafted = _keys_values(layer, cache, x, positions)
+        x = layer.finish(x, _attend_in_order(config, cache, stream, q, drafted))
     return x
 
 
@@ -263,7 +263,7 @@ def _enter_level(
     params: Params,
     config: DraftConfig,
     cache: KVCache,
-    before: tuple[Array, Array] | None,
+    drafted: tuple[Array, Array] | None,
     rows: Array,
     depth: int,
 ) -> tuple[Array, Array]:
@@ -274,51 +274,51 @@ def _enter_level(
     # Differs from PosS: the first round of a generation is like every other; PosS runs specialist 0
     # there at levels that do not begin a span.
     num_rows, width = rows.shape[1], rows.shape[1] // depth
-    is_new = before is None or config.stream_at(depth) != config.stream_at(depth - 1)
+    is_new = drafted is None or config.stream_at(depth) != config.stream_at(depth - 1)
     first = 0 if is_new else num_rows - width
     level = jnp.arange(first, num_rows)[None] // width
     positions = cache.length[:, None] + level
     layer = _specialist(params, config, config.specialist_at(depth))
     new = _keys_values(layer, cache, rows[:, first:], positions)
-    if is_new or before is None:
+    if is_new or drafted is None:
         return new
-    return _append(before, new)
+    return _append(drafted, new)
 
 
 def _run_level(
     params: Params,
     config: DraftConfig,
     cache: KVCache,
-    own: tuple[Array, Array] | None,
+    drafted: tuple[Array, Array] | None,
     beam: Beam,
     x: Array,
     depth: int,
 ) -> Array:
     """Features of one level's rows."""
     layer, stream = _layer_at(params, config, depth)
-    return _run_layer(layer, config, stream, cache, own, beam, x, depth)
+    return _run_layer(layer, config, stream, cache, drafted, beam, x, depth)
 
 
 def _run_further(
     params: Params,
     config: DraftConfig,
     cache: KVCache,
-    before: list[tuple[Array, Array]],
+    earlier: list[tuple[Array, Array]],
     beam: Beam,
     x: Array,
     depth: int,
 ) -> tuple[Array, list[tuple[Array, Array]]]:
     """Runs one level's rows through the further layers of a looped draft.
 
-    `before` has the keys and values of earlier levels' rows in every layer. Returns the features,
-    and `before` with this level's.
+    `earlier` has the keys and values of earlier levels' rows in every layer. Returns the features,
+    and `earlier` with this level's.
     """
     grown = []
     for index, layer in enumerate(_further_layers(params, config)):
-        own = _keys_values(layer, cache, x, _positions_of(cache, x, depth))
-        own = _append(before[index], own) if before else own
-        x = _run_layer(layer, config, index + 1, cache, own, beam, x, depth)
-        grown.append(own)
+        drafted = _keys_values(layer, cache, x, _positions_of(cache, x, depth))
+        drafted = _append(earlier[index], drafted) if earlier else drafted
+        x = _run_layer(layer, config, index + 1, cache, drafted, beam, x, depth)
+        grown.append(drafted)
     return x, grown
 
 
@@ -327,7 +327,7 @@ def _run_layer(
     config: DraftConfig,
     stream: int,
     cache: KVCache,
-    own: tuple[Array, Array] | None,
+    drafted: tuple[Array, Array] | None,
     beam: Beam,
     x: Array,
     depth: int,
@@ -335,8 +335,8 @@ def _run_layer(
     """Runs one level's rows, which share a position, through a layer."""
     positions = _positions_of(cache, x, depth)
     q = layer.queries(layer.normed(x), positions, cache.frequencies)
-    own = own or (cache.k[stream][:, :, :0], cache.v[stream][:, :, :0])
-    attended = _attend(config, cache, stream, q, own, beam.ancestors)
+    drafted = drafted or (cache.k[stream][:, :, :0], cache.v[stream][:, :, :0])
+    attended = _attend(config, cache, stream, q, drafted, beam.ancestors)
     return layer.finish(x, attended)
 
 
@@ -345,42 +345,42 @@ def _attend(
     cache: KVCache,
     stream: int,
     q: Array,
-    own: tuple[Array, Array],
+    drafted: tuple[Array, Array],
     can_attend: Array | None,
 ) -> Array:
     """Attends the committed pairs of a stream that the draft may see, and own rows."""
     stored, length = (cache.k[stream], cache.v[stream]), cache.length
     if config.window is not None:
         stored, length = newest_rows(stored, length, config.window, config.num_sinks)
-    return attend_cached(q, stored, length, own, can_attend)
+    return attend_cached(q, stored, length, drafted, can_attend)
 
 
 def _attend_in_order(
-    config: DraftConfig, cache: KVCache, stream: int, q: Array, own: tuple[Array, Array]
+    config: DraftConfig, cache: KVCache, stream: int, q: Array, drafted: tuple[Array, Array]
 ) -> Array:
     """As `_attend` for rows that follow the committed pairs one by one, each with its window."""
     if config.window is None:
-        return _attend(config, cache, stream, q, own, None)
+        return _attend(config, cache, stream, q, drafted, None)
     stored = cache.k[stream], cache.v[stream]
     newest, count = newest_rows(stored, cache.length, config.window, config.num_sinks)
     S, T = newest[0].shape[2], q.shape[2]
     column, row = jnp.arange(S + T)[None], jnp.arange(T)[None, :, None]
     # Places count from the first of the pairs: the newest rows before it end at -1.
-    place = jnp.where(column < S, column - count[:, None], column - S)
+    offset = jnp.where(column < S, column - count[:, None], column - S)
     from_start = jnp.where(column < S, column, column - S + cache.length[:, None])
-    exists = ((column >= S) | (place < 0))[:, None]
-    is_sink, place = (from_start < config.num_sinks)[:, None], place[:, None]
-    can_attend = exists & (place <= row) & (is_sink | (place > row - config.window))
+    exists = ((column >= S) | (offset < 0))[:, None]
+    is_sink, offset = (from_start < config.num_sinks)[:, None], offset[:, None]
+    can_attend = exists & (offset <= row) & (is_sink | (offset > row - config.window))
     none, nothing = jnp.zeros_like(cache.length), (stored[0][:, :, :1], stored[1][:, :, :1])
-    return attend_cached(q, nothing, none, _append(newest, own), can_attend)
+    return attend_cached(q, nothing, none, _append(newest, drafted), can_attend)
 
 
 def _positions_of(cache: KVCache, x: Array, depth: int) -> Array:
     return jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
 
 
-def _append(before: tuple[Array, Array], new: tuple[Array, Array]) -> tuple[Array, Array]:
-    k, v = (jnp.concatenate(pair, axis=2) for pair in zip(before, new, strict=True))
+def _append(stored: tuple[Array, Array], new: tuple[Array, Array]) -> tuple[Array, Array]:
+    k, v = (jnp.concatenate(pair, axis=2) for pair in zip(stored, new, strict=True))
     return k, v
 
 
@@ -396,7 +396,7 @@ def _specialist(params: Params, config: DraftConfig, index: int) -> DecoderLayer
 
 def _further_layers(params: Params, config: DraftConfig) -> list[DecoderLayer]:
     """Layers of the first specialist after its first one."""
-    return [further_layer(config).bind({"params": one}) for one in params.get("further", [])]
+    return [further_layer(config).bind({"params": layer}) for layer in params.get("further", [])]
 
 
 def _layer_at(params: Params, config: DraftConfig, depth: int) -> tuple[DecoderLayer, int]:

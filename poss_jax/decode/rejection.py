@@ -72,7 +72,7 @@ def groups_of(tree: TreeConfig) -> Groups:
     expanded: list[Path] = []  # `draft` runs these nodes, in this order
     listed: list[Path] = []  # and lists these children
     for _ in range(tree.depth):
-        level = [(*path, place) for path in beam for place in range(tree.top_k)]
+        level = [(*path, rank) for path in beam for rank in range(tree.top_k)]
         expanded, listed = expanded + beam, listed + level
         beam = sorted(level, key=_cost)[: tree.top_k]
     kept = set(sorted(listed, key=_cost)[: tree.num_nodes - 1])
@@ -81,10 +81,10 @@ def groups_of(tree: TreeConfig) -> Groups:
     for path, node in nodes.items():
         if path:
             children.setdefault(path[:-1], []).append(node)
-    most = max(map(len, children.values()))
+    size = max(map(len, children.values()))
     return Groups(
         parents=tuple(nodes[path] for path in children),
-        children=tuple((*own, *[-1] * (most - len(own))) for own in children.values()),
+        children=tuple((*group, *[-1] * (size - len(group))) for group in children.values()),
         rows=tuple(expanded.index(path) for path in children),
     )
 
@@ -131,11 +131,11 @@ def draw_tree(
     probs = []  # one entry per level, as `draft` asks for children
 
     def children(logits: Array, level: Level, top_k: int) -> tuple[Array, Array]:
-        before = text._replace(path=level.path, on_path=level.on_path)
-        scores = process_logits(logits, sampling, before, vocab_size=V, vocabulary=vocabulary)
+        history = text._replace(path=level.path, on_path=level.on_path)
+        scores = process_logits(logits, sampling, history, vocab_size=V, vocabulary=vocabulary)
         probs.append(_over_target(jax.nn.softmax(scores), vocabulary, V))
         _, ids = best_of(scores + noise[:, level.depth, None], top_k)
-        costs = jnp.asarray([_cost((place,)) for place in range(top_k)], jnp.float32)
+        costs = jnp.asarray([_cost((rank,)) for rank in range(top_k)], jnp.float32)
         return ids, jnp.broadcast_to(-costs[None, None], ids.shape)
 
     candidates = draft(
@@ -175,13 +175,13 @@ def choose_drawn(
     """
     parents, children = map(jnp.asarray, (tree.groups.parents, tree.groups.children))
     text = text._replace(on_path=text.on_path[:, parents])
-    accepted, left = accept_child(
+    accepted, residual = accept_child(
         jax.nn.softmax(process_logits(logits[:, parents], sampling, text)),
         tree.probs,
         jnp.where(children[None] < 0, -1, tree.tokens[:, children]),
         tree.thresholds[:, children],
     )
-    drawn = choose(jnp.log(left) + noise[:, parents])
+    drawn = choose(jnp.log(residual) + noise[:, parents])
     decided = jnp.where(accepted < 0, drawn, accepted)
     is_sampled = sampling.temperature[:, None] > 0
     return jnp.where(is_sampled, chosen.at[:, parents].set(decided), chosen)
@@ -211,16 +211,16 @@ def accept_child(
         p, q = (jnp.take_along_axis(probs, token, axis=2)[..., 0] for probs in (target, drafted))
         passes = (token[..., 0] >= 0) & (q > 0) & (thresholds[:, :, index] * q < p)
         accepted = jnp.where((accepted < 0) & passes, token[..., 0], accepted)
-        rest = _normalise(jnp.maximum(target - drafted, 0), otherwise=target)
-        target = jnp.where(token < 0, target, rest)
+        residual = _normalise(jnp.maximum(target - drafted, 0), otherwise=target)
+        target = jnp.where(token < 0, target, residual)
         drafted = remove(drafted, ids == token)
     return accepted, target
 
 
 def remove(drafted: Float[Array, "B groups V"], is_token: Array) -> Float[Array, "B groups V"]:
     """The distribution without a token; all 0 after the last."""
-    rest = jnp.where(is_token, 0, drafted)
-    return _normalise(rest, otherwise=rest)
+    remaining = jnp.where(is_token, 0, drafted)
+    return _normalise(remaining, otherwise=remaining)
 
 
 def _normalise(weights: Array, *, otherwise: Array) -> Array:

@@ -141,16 +141,16 @@ def shift_logits(
       vocabulary: target id of every logit, for a draft that has its own; None: all, in order.
     """
 
-    def own(values: Array) -> Array:
+    def of_vocabulary(values: Array) -> Array:
         return values if vocabulary is None else values[..., vocabulary]
 
     def biased(scores: Array) -> Array:
-        return scores + own(_bias(sampling, vocab_size))[:, None]
+        return scores + of_vocabulary(_bias(sampling, vocab_size))[:, None]
 
     def penalised(scores: Array) -> Array:
         penalty = sampling.repetition_penalty[:, None, None]
         lower = jnp.where(scores > 0, scores / penalty, scores * penalty)
-        return jnp.where(own(_seen(text, vocab_size)), lower, scores)
+        return jnp.where(of_vocabulary(_seen(text, vocab_size)), lower, scores)
 
     scores = logits.astype(jnp.float32)
     scores = _where_any(sampling.bias_ids >= 0, biased, scores)
@@ -159,7 +159,7 @@ def shift_logits(
     if frequency is not None and presence is not None:
 
         def lowered(scores: Array) -> Array:
-            counts = own(_count_output(text, vocab_size))
+            counts = of_vocabulary(_count_output(text, vocab_size))
             scores = scores - frequency[:, None, None] * counts
             return jnp.where(counts > 0, scores - presence[:, None, None], scores)
 
@@ -169,7 +169,7 @@ def shift_logits(
         ids = jnp.broadcast_to(text.stop_ids, (len(scores), text.stop_ids.shape[1]))
 
         def barred(scores: Array) -> Array:
-            is_end = own(_mark(ids, vocab_size))
+            is_end = of_vocabulary(_mark(ids, vocab_size))
             return jnp.where(is_short[:, :, None] & is_end[:, None], _BARRED, scores)
 
         scores = _where_any(is_short, barred, scores)
@@ -217,8 +217,8 @@ def draw(
         chosen, _ = state
         is_kept = _is_drawable(scores, chosen, sampling)
         bound = jnp.take_along_axis(scores, chosen[..., None], axis=-1)
-        other = choose(jnp.where(scores > bound, noisy, -jnp.inf))
-        return jnp.where(is_kept, chosen, other), is_kept
+        next_best = choose(jnp.where(scores > bound, noisy, -jnp.inf))
+        return jnp.where(is_kept, chosen, next_best), is_kept
 
     chosen = choose(noisy)
     is_kept = jnp.broadcast_to(~_has_filter(sampling)[:, None], chosen.shape)
@@ -252,9 +252,9 @@ def lower_unlikely(
         above = jnp.cumsum(weights, axis=-1) - weights
         is_kept = is_counted & ((above < ps * share) | (ps >= 1))
         is_kept &= best >= best[..., :1] + jnp.log(min_p)
-        least = jnp.where(is_kept, best, jnp.inf).min(axis=-1, keepdims=True)
-        least = jnp.where(is_kept.all(axis=-1, keepdims=True), -jnp.inf, least)
-        return jnp.where(scores < least, scores - margin, scores)
+        lowest_kept = jnp.where(is_kept, best, jnp.inf).min(axis=-1, keepdims=True)
+        lowest_kept = jnp.where(is_kept.all(axis=-1, keepdims=True), -jnp.inf, lowest_kept)
+        return jnp.where(scores < lowest_kept, scores - margin, scores)
 
     return _where_any(_has_filter(sampling), lowered, scores)
 
@@ -267,8 +267,8 @@ def _is_sampled(sampling: Sampling) -> Bool[Array, " B"]:
     return sampling.temperature > 0
 
 
-def _where_any(wanted: Array, change: Callable[[Array], Array], scores: Array) -> Array:
-    return lax.cond(highest_of_groups(wanted.any()), change, lambda scores: scores, scores)
+def _where_any(is_used: Array, change: Callable[[Array], Array], scores: Array) -> Array:
+    return lax.cond(highest_of_groups(is_used.any()), change, lambda scores: scores, scores)
 
 
 def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "B V"]:
@@ -281,8 +281,8 @@ def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "B V"]:
 
 def _num_output(text: Text) -> Int[Array, "B rows"]:
     """Counts the tokens of output before each choice."""
-    before = 0 if text.is_output is None else text.is_output.sum(axis=1, dtype=jnp.int32)[:, None]
-    return before + text.on_path.sum(axis=2, dtype=jnp.int32)
+    count = 0 if text.is_output is None else text.is_output.sum(axis=1, dtype=jnp.int32)[:, None]
+    return count + text.on_path.sum(axis=2, dtype=jnp.int32)
 
 
 def _mark(ids: Int[Array, "B num"], vocab_size: int) -> Bool[Array, "B V"]:
@@ -296,8 +296,8 @@ def _seen(text: Text, vocab_size: int) -> Bool[Array, "B rows V"]:
     """Marks the tokens that occur before each choice."""
     B, rows = text.on_path.shape[:2]
     sequence = jnp.arange(B)[:, None]
-    before = _mark(jnp.where(text.is_token, text.tokens, -1), vocab_size)
-    seen = jnp.broadcast_to(before[:, None], (B, rows, vocab_size))
+    committed = _mark(jnp.where(text.is_token, text.tokens, -1), vocab_size)
+    seen = jnp.broadcast_to(committed[:, None], (B, rows, vocab_size))
     path = jnp.where(text.on_path, text.path[:, None], vocab_size)
     return seen.at[sequence[:, None], jnp.arange(rows)[None, :, None], path].set(True, mode="drop")
 
@@ -308,8 +308,8 @@ def _count_output(text: Text, vocab_size: int) -> Float[Array, "B rows V"]:
     sequence = jnp.arange(B)[:, None]
     is_output = jnp.zeros_like(text.is_token) if text.is_output is None else text.is_output
     tokens = jnp.where(is_output, text.tokens, vocab_size)
-    before = jnp.zeros((B, vocab_size)).at[sequence, tokens].add(1, mode="drop")
-    counts = jnp.broadcast_to(before[:, None], (B, rows, vocab_size))
+    committed = jnp.zeros((B, vocab_size)).at[sequence, tokens].add(1, mode="drop")
+    counts = jnp.broadcast_to(committed[:, None], (B, rows, vocab_size))
     path = jnp.where(text.on_path, text.path[:, None], vocab_size)
     return counts.at[sequence[:, None], jnp.arange(rows)[None, :, None], path].add(1, mode="drop")
 
@@ -323,7 +323,7 @@ def _filters(sampling: Sampling) -> tuple[Array, Array, Array]:
     """Top-k, top-p and min-p [B 1 1]; greedy sequences have none."""
     is_sampled = _is_sampled(sampling)
     settings = (sampling.top_k, 0), (sampling.top_p, 1.0), (sampling.min_p, 0.0)
-    ks, ps, min_p = (jnp.where(is_sampled, own, none)[:, None, None] for own, none in settings)
+    ks, ps, min_p = (jnp.where(is_sampled, value, none)[:, None, None] for value, none in settings)
     return ks, ps, min_p
 
 
@@ -350,8 +350,8 @@ def _mass_of_top_k(scores: Array, mass: Array, sampling: Sampling) -> Float[Arra
 
     def of_best(mass: Array) -> Array:
         order = _order(scores)
-        least = _least_kept(order, jnp.ones_like(mass), ks.astype(jnp.float32))
-        return jnp.where((order >= least) | (ks <= 0), mass, 0.0).sum(axis=-1, keepdims=True)
+        threshold = _least_kept(order, jnp.ones_like(mass), ks.astype(jnp.float32))
+        return jnp.where((order >= threshold) | (ks <= 0), mass, 0.0).sum(axis=-1, keepdims=True)
 
     has_both = highest_of_groups(((ks > 0) & (ps < 1)).any())
     return lax.cond(has_both, of_best, lambda mass: mass.sum(axis=-1, keepdims=True), mass)
@@ -363,11 +363,11 @@ def _is_kept(scores: Float[Array, "B rows Vd"], sampling: Sampling) -> Bool[Arra
     ks, ps, min_p = _filters(sampling)
     highest = scores.max(axis=-1, keepdims=True)
     order = _order(scores)
-    least = _least_kept(order, jnp.ones_like(scores), ks.astype(jnp.float32))
-    kept = (order >= least) | (ks <= 0)
+    threshold = _least_kept(order, jnp.ones_like(scores), ks.astype(jnp.float32))
+    kept = (order >= threshold) | (ks <= 0)
     mass = jnp.where(kept, jnp.exp(scores - highest), 0.0)
-    least = _least_kept(order, mass, ps * mass.sum(axis=-1, keepdims=True))
-    kept &= (order >= least) | (ps >= 1)
+    threshold = _least_kept(order, mass, ps * mass.sum(axis=-1, keepdims=True))
+    kept &= (order >= threshold) | (ps >= 1)
     return kept & (scores >= highest + jnp.log(min_p))
 
 

@@ -75,8 +75,8 @@ def first_state(
     if config.draft is None:
         return state
     cache = out.visited.replace(length=request.lengths - 1)
-    one = jnp.ones_like(root)
-    draft = _commit_draft(weights, config.draft, cache, root[:, None], out.features, one)
+    num_tokens = jnp.ones_like(root)
+    draft = _commit_draft(weights, config.draft, cache, root[:, None], out.features, num_tokens)
     return state.replace(draft=draft)
 
 
@@ -225,9 +225,9 @@ def draft_candidates(
             vocabulary=weights.draft["vocabulary"],
         )
     if allowed is not None:
-        own = unpack(allowed, config.target.vocab_size)
-        own = own if weights.draft["vocabulary"] is None else own[:, weights.draft["vocabulary"]]
-        children = partial(drafting.allowed_children, children=children, allowed=own)
+        mask = unpack(allowed, config.target.vocab_size)
+        mask = mask if weights.draft["vocabulary"] is None else mask[:, weights.draft["vocabulary"]]
+        children = partial(drafting.allowed_children, children=children, allowed=mask)
     return drafting.draft(
         weights.draft,
         config.draft,
@@ -380,8 +380,8 @@ def _first_logprobs(
         return None
     first = token_logprobs(config, logits[:, None], root[:, None])
 
-    def with_room(one: Array) -> Array:
-        return jnp.zeros((len(one), config.rows, *one.shape[2:]), one.dtype).at[:, :1].set(one)
+    def with_room(leaf: Array) -> Array:
+        return jnp.zeros((len(leaf), config.rows, *leaf.shape[2:]), leaf.dtype).at[:, :1].set(leaf)
 
     return jax.tree.map(with_room, first)
 
@@ -402,7 +402,7 @@ def _write_logprobs(
     """Appends a round's log-probabilities, if it has any."""
     if stored is None or new is None:
         return stored
-    return jax.tree.map(lambda old, own: write_rows(old, own, start, axis=1), stored, new)
+    return jax.tree.map(lambda old, rows: write_rows(old, rows, start, axis=1), stored, new)
 
 
 def _choose_first(config: DecodeConfig, request: Request, logits: Array) -> Int[Array, " B"]:

@@ -44,8 +44,8 @@ def accept(tree: Tree, chosen: Int[Array, "B M"], *, max_accepted: int) -> Accep
     node = jnp.zeros(len(tree.tokens), jnp.int32)
     path, num_accepted = [node], node
     for _ in range(max_accepted):
-        wanted = jnp.take_along_axis(chosen, node[:, None], axis=1)
-        agrees = is_child(tree, node) & (tree.tokens == wanted)
+        choice = jnp.take_along_axis(chosen, node[:, None], axis=1)
+        agrees = is_child(tree, node) & (tree.tokens == choice)
         has_next = agrees.any(axis=1)  # once False, always False: the walk stays in place
         node = jnp.where(has_next, agrees.argmax(axis=1).astype(jnp.int32), node)
         num_accepted += has_next.astype(jnp.int32)

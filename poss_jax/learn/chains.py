@@ -134,7 +134,7 @@ def follow(
     family = family_of(config)
     layers = [family.layer(config).bind({"params": specialist})]
     if config.is_looped:
-        layers += [further_layer(config).bind({"params": one}) for one in shared["further"]]
+        layers += [further_layer(config).bind({"params": layer}) for layer in shared["further"]]
     position = positions_in(inputs.documents) + index
     frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
     rotary = position, frequencies
@@ -143,10 +143,10 @@ def follow(
     of_tokens = family.join_tokens(shared, embedded)
     hidden, new = split_batch(family.join_features(shared, of_tokens, state)), []
     for layer, stream in zip(layers, streams, strict=True):
-        hidden, one = _follow_layer(
+        hidden, pair = _follow_layer(
             layer, config, inputs.documents, rotary, index, hidden, stream, block=block
         )
-        new.append(one)
+        new.append(pair)
     if not config.is_looped:
         hidden = run_further(shared, config, inputs, hidden, index, block=block)
     return hidden, tuple(new)
@@ -220,9 +220,9 @@ def chain_gradients(
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (draft, *kept))
     carry = Backward(zeros[0], jnp.zeros_like(states[0]), *zeros[1:])
     steps = *_steps(task.draft, R), states
-    _, before = lax.scan(look, None, tuple(leaf[:first] for leaf in steps))
-    carry, after = lax.scan(go_back, carry, tuple(leaf[first:] for leaf in steps), reverse=True)
-    losses = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), before, after)
+    _, untrained = lax.scan(look, None, tuple(leaf[:first] for leaf in steps))
+    carry, trained = lax.scan(go_back, carry, tuple(leaf[first:] for leaf in steps), reverse=True)
+    losses = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), untrained, trained)
     outside = partial(_outside_of_steps, head=head, task=task, data=data)
     _, pull = jax.vjp(outside, shared_params(draft))
     (of_shared,) = pull((carry.state, carry.expected))
@@ -337,5 +337,5 @@ def _steps(config: DraftConfig, num_steps: int) -> tuple[Array, Array]:
     return jnp.arange(num_steps), jnp.array(served_by, jnp.int32)
 
 
-def _add_wide(total: Array, part: Array) -> Array:
-    return total + part.astype(total.dtype)
+def _add_wide(total: Array, gradient: Array) -> Array:
+    return total + gradient.astype(total.dtype)

@@ -170,18 +170,18 @@ def draft_losses(
     accept: Any = trained_log_acceptance if trains_head else log_acceptance
     dtype, predictions = predictions.dtype, predictions.astype(jnp.float32)
     log_z = normalise(head, predictions, chunk, dtype)
-    known = loss_mask & targets.is_known
+    draftable = loss_mask & targets.is_known
 
     def averaged(mask: Array, per_row: Array) -> Array:
         return jnp.where(mask, per_row, 0.0).sum() / (num_trained + 1e-5)
 
     feature = averaged(loss_mask, _feature_loss(predictions, targets.features, deviations))
     cross_entropy = log_z - (predictions * targets.expected_head).sum(axis=-1)
-    probability = averaged(known, cross_entropy)
+    probability = averaged(draftable, cross_entropy)
     of_top = jnp.zeros(())
     mass, expected = targets.top_mass, targets.top_expected_head
     if mass is not None and expected is not None:
-        of_top = averaged(known, mass * log_z - (predictions * expected).sum(axis=-1))
+        of_top = averaged(draftable, mass * log_z - (predictions * expected).sum(axis=-1))
     total = (
         objective.feature_weight * feature
         + objective.probability_weight * probability
@@ -190,7 +190,7 @@ def draft_losses(
     lk = None
     if targets.likely is not None:
         log_alpha = accept(head, predictions, targets.likely, chunk, dtype)
-        lk = averaged(known, _lk_loss(log_alpha, cross_entropy, objective))
+        lk = averaged(draftable, _lk_loss(log_alpha, cross_entropy, objective))
         total += objective.lk_weight * lk
     return DraftLosses(feature=feature, probability=probability, top_k=of_top, lk=lk, total=total)
 

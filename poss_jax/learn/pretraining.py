@@ -33,10 +33,10 @@ def make_target_step(
     def run(state: TrainState, batch: TrainBatch):
         num_trained = jnp.maximum(count(labels_of(batch)[1]), 1.0)
 
-        def of_part(total: tuple[Params, Array], part: TrainBatch):
+        def of_part(total: tuple[Params, Array], chunk: TrainBatch):
             loss, gradients = jax.value_and_grad(
                 lambda params: (
-                    target_loss(cast_inner(params, dtype), part, config, step) / num_trained
+                    target_loss(cast_inner(params, dtype), chunk, config, step) / num_trained
                 )
             )(state.params)
             return jax.tree.map(jnp.add, total, (gradients, loss)), None

@@ -82,8 +82,8 @@ Visit = Callable[[Depth, Any], tuple[Array, Any, Any]]
 
 def first_version(features: Float[Array, "B T D"], depth: int) -> Versions:
     """Starts the recursion: the features of depth 0, and room for later depths."""
-    known = jnp.zeros((depth, *features.shape), features.dtype)
-    return Versions(split_batch(known, axis=1), features)
+    older = jnp.zeros((depth, *features.shape), features.dtype)
+    return Versions(split_batch(older, axis=1), features)
 
 
 def unroll(
@@ -110,9 +110,9 @@ def unroll(
 
     def body(state: tuple[Versions, Any], step: tuple[Array, Array]):
         (versions, carry), (index, specialist) = state, step
-        known = lax.dynamic_update_index_in_dim(versions.known, versions.newest, index, 0)
-        prediction, carry, output = visit(Depth(index, specialist, known), carry)
-        return (Versions(known, _next_version(prediction, inputs)), carry), output
+        older = lax.dynamic_update_index_in_dim(versions.known, versions.newest, index, 0)
+        prediction, carry, output = visit(Depth(index, specialist, older), carry)
+        return (Versions(older, _next_version(prediction, inputs)), carry), output
 
     served_by = jnp.array([config.specialist_at(depth) for depth in depths], jnp.int32)
     steps = jnp.array(depths, jnp.int32), served_by
@@ -135,7 +135,7 @@ def add_gradients(
 ) -> Params:
     """Adds gradients of the shared parameters and of one specialist to a draft's."""
     specialists = jax.tree.map(
-        lambda stack, part: stack.at[index].add(part), total["specialists"], grad_specialist
+        lambda stack, grad: stack.at[index].add(grad), total["specialists"], grad_specialist
     )
     shared = {name: total[name] for name in grad_shared}
     return jax.tree.map(jnp.add, shared, grad_shared) | {"specialists": specialists}

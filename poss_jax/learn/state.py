@@ -36,10 +36,10 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
 
 def _count_warmup(config: OptimizerConfig, num_steps: int) -> int:
     """Number of warm-up steps."""
-    least = config.warmup_steps
-    if least is None:
-        least = min(round(2 / (1 - config.b2)), num_steps // 5)
-    return min(max(round(config.warmup_fraction * num_steps), least), num_steps - 1)
+    min_steps = config.warmup_steps
+    if min_steps is None:
+        min_steps = min(round(2 / (1 - config.b2)), num_steps // 5)
+    return min(max(round(config.warmup_fraction * num_steps), min_steps), num_steps - 1)
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:

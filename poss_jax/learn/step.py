@@ -78,11 +78,11 @@ def _gradients(
     run = partial(unroll, task.draft, data.inputs)
     versions = first_version(data.inputs.features, R)
     gradients = jax.tree.map(jnp.zeros_like, draft)
-    versions, gradients, before = run(versions, gradients, visit, range(first))
+    versions, gradients, untrained = run(versions, gradients, visit, range(first))
     _, gradients, losses = run(versions, gradients, train, range(first, R))
     if task.draft.kv == "shared":
         gradients = share_keys_values(gradients, lambda leaf: leaf.sum(axis=0, keepdims=True))
-    return gradients, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), before, losses)
+    return gradients, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), untrained, losses)
 
 
 def _depth_loss(
@@ -130,9 +130,9 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
         averages_all = task.objective.average_over == "all"
         num_trained = count(jnp.ones_like(is_trained) if averages_all else is_trained)
 
-        def of_part(total: Params, part: tuple[TrainBatch, Array]):
-            own = own_head(state.params)
-            data = prepare_draft_data(target, task, *part, num_trained, own_head=own)
+        def of_part(total: Params, chunk: tuple[TrainBatch, Array]):
+            draft_head = own_head(state.params)
+            data = prepare_draft_data(target, task, *chunk, num_trained, own_head=draft_head)
             gradients, losses = draft_gradients(state.params, head, task, data)
             return jax.tree.map(jnp.add, total, gradients), losses
 

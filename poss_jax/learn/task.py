@@ -61,15 +61,15 @@ class DraftTask(NamedTuple):
         return jnp.asarray(weights, jnp.float32)
 
 
-def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: int) -> DraftConfig:
+def describe_draft(config: SpecialistsConfig, target: LlamaConfig, num_tokens: int) -> DraftConfig:
     """Describes a draft that starts from scratch; `num_tokens` is how many it can propose.
 
     Raises:
       UserError: the target lacks layers that the draft reads.
     """
-    name = wanted.family or "eagle"
-    fields: dict[str, Any] = {"kv": wanted.kv} | find_family(name).settle(target, num_tokens)
-    layers = wanted.aux_layers
+    name = config.family or "eagle"
+    fields: dict[str, Any] = {"kv": config.kv} | find_family(name).settle(target, num_tokens)
+    layers = config.aux_layers
     if layers is not None and "aux_layers" not in fields:
         raise UserError(
             f"specialists.aux_layers: a draft of the family {name} reads none of the target's "
@@ -83,10 +83,10 @@ def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: i
     fields |= {} if layers is None else {"aux_layers": layers}
     return DraftConfig(
         layer=replace(target, num_layers=1, fused_projections=False),
-        positions_per_specialist=wanted.positions_per_specialist,
-        layers_per_specialist=wanted.layers_per_specialist,
-        trained_depth=wanted.depth,
-        fc_bias=wanted.fc_bias,
+        positions_per_specialist=config.positions_per_specialist,
+        layers_per_specialist=config.layers_per_specialist,
+        trained_depth=config.depth,
+        fc_bias=config.fc_bias,
         family=name,
         **fields,
     )

@@ -135,10 +135,10 @@ def make_target_validation(config: LlamaConfig, step: StepConfig, dtype: Any) ->
     def validate(params: Params, batch: TrainBatch):
         params, chunk = cast_inner(params, dtype), step.vocabulary_chunk
         head, features = encode_for_head(params, batch, config, step)
-        wanted, is_trained = labels_of(batch)
-        loss = language_model_loss(head, features, wanted, is_trained, chunk=chunk)
+        labels, is_trained = labels_of(batch)
+        loss = language_model_loss(head, features, labels, is_trained, chunk=chunk)
         tokens = most_likely_tokens(head, features, chunk)
-        return TargetSums(count(is_trained), loss), Predictions(tokens[None], wanted, is_trained)
+        return TargetSums(count(is_trained), loss), Predictions(tokens[None], labels, is_trained)
 
     return validate
 

@@ -190,10 +190,10 @@ def _slice(x: Array, index: Array, block: int, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, index * block, block, axis)
 
 
-def _add(total: Array, index: Array, part: Array) -> Array:
-    start = index * part.shape[2]
-    now = lax.dynamic_slice_in_dim(total, start, part.shape[2], 2)
-    return lax.dynamic_update_slice_in_dim(total, now + part, start, 2)
+def _add(total: Array, index: Array, block: Array) -> Array:
+    start = index * block.shape[2]
+    now = lax.dynamic_slice_in_dim(total, start, block.shape[2], 2)
+    return lax.dynamic_update_slice_in_dim(total, now + block, start, 2)
 
 
 def _row_blocks(block: int, *arrays: tuple[Array, int]) -> tuple[Array, ...]:

@@ -39,8 +39,8 @@ def positions_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
     positions  0 1 2 0 1 0 1
     """
     row = jnp.arange(documents.shape[1])[None]
-    before = jnp.pad(documents, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    return row - lax.cummax(jnp.where(documents != before, row, 0), axis=1)
+    previous = jnp.pad(documents, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    return row - lax.cummax(jnp.where(documents != previous, row, 0), axis=1)
 
 
 def lengths_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -123,9 +123,9 @@ def encode(
     places = [kept.index(n) if n in kept else len(kept) for n in range(config.num_layers)]
 
     def body(carry: tuple[Array, Array], step: tuple[Params, Array]) -> tuple[Any, None]:
-        (hidden, aux), (layer_params, place) = carry, step
+        (hidden, aux), (layer_params, row) = carry, step
         if kept:
-            aux = lax.dynamic_update_index_in_dim(aux, hidden, place, 0)
+            aux = lax.dynamic_update_index_in_dim(aux, hidden, row, 0)
         layer = DecoderLayer(config).bind({"params": layer_params})
         hidden = encode_layer(layer, hidden, documents, positions, frequencies, block=block)
         return (hidden, aux), None

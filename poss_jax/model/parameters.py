@@ -175,8 +175,8 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     if weight != path and path.endswith("/scale"):  # one number per output
         axes = axes[:1]
     front = (None,) * (len(shape) - len(axes))
-    rest = zip(axes, shape[len(front) :], strict=True)
-    return PartitionSpec(*front, *(dividing_axes(axes, size, mesh) for axes, size in rest))
+    shards = zip(axes, shape[len(front) :], strict=True)
+    return PartitionSpec(*front, *(dividing_axes(axes, size, mesh) for axes, size in shards))
 
 
 def place_weights(mesh: Mesh) -> Callable[[str, tuple[int, ...]], NamedSharding]:
@@ -187,11 +187,11 @@ def place_weights(mesh: Mesh) -> Callable[[str, tuple[int, ...]], NamedSharding]
 def place_tree(tree: Any, mesh: Mesh) -> Any:
     """Shardings of all leaves of parameters or of a training state (arrays or shapes)."""
 
-    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, partition(name, leaf.shape, mesh))
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree_util.tree_map_with_path(sharding_of, tree)
 
 
 def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any:
@@ -204,10 +204,10 @@ def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any
     """
     shapes = jax.eval_shape(function)
 
-    def place(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
+    def shape_of(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=where)
 
-    return jax.tree.map(place, shapes, place_tree(shapes, mesh))
+    return jax.tree.map(shape_of, shapes, place_tree(shapes, mesh))
 
 
 def place_params(params: Params, mesh: Mesh) -> Params:
@@ -255,7 +255,7 @@ def _find_axes(keys: list[str]) -> tuple[Axes, ...] | None:
     """Finds, in all tables, the axes of the parameter at the end of a path without numbers."""
     for table in (TARGET, *(family.parameters for family in FAMILIES.values())):
         for path, row in table.items():
-            wanted = path.replace("*/", "").split("/")
-            if keys[-len(wanted) :] == wanted:
+            suffix = path.replace("*/", "").split("/")
+            if keys[-len(suffix) :] == suffix:
                 return row.axes
     return None

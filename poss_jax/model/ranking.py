@@ -21,18 +21,18 @@ def choose(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
         ids = lax.optimization_barrier(_best_of_devices(_top_k_of_blocks, rows, 1)[1])
         return ids.reshape(scores.shape[:-1])
 
-    def whole(scores: Array) -> Array:
+    def of_rows(scores: Array) -> Array:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
-    return lax.platform_dependent(scores, cpu=of_blocks, default=whole)
+    return lax.platform_dependent(scores, cpu=of_blocks, default=of_rows)
 
 
 def top_k(
     scores: Float[Array, "B rows Vd"], k: int
 ) -> tuple[Float[Array, "B rows k"], Int[Array, "B rows k"]]:
     """Like `lax.top_k`, ties included, which is fast for long rows on GPUs only."""
-    whole, blocks = (partial(_best_of_devices, find, k=k) for find in (_top_k, _top_k_of_blocks))
-    best, ids = lax.platform_dependent(scores, cuda=whole, rocm=whole, default=blocks)
+    rows, blocks = (partial(_best_of_devices, find, k=k) for find in (_top_k, _top_k_of_blocks))
+    best, ids = lax.platform_dependent(scores, cuda=rows, rocm=rows, default=blocks)
     return best, ids
 
 
@@ -44,16 +44,18 @@ def _best_of_devices(
     if mesh.empty or not dividing_axes("tensor", scores.shape[-1], mesh):
         return find(scores, k)
 
-    def own(scores: Array) -> tuple[Array, Array]:
+    def best_of_shard(scores: Array) -> tuple[Array, Array]:
         size = scores.shape[-1]
         best, ids = find(scores, min(k, size))
         return best, ids + lax.axis_index("tensor") * size
 
     cut = PartitionSpec(None, None, "tensor")
-    of_all = jax.shard_map(own, in_specs=cut, out_specs=cut, axis_names={"tensor"}, check_vma=False)
+    of_all = jax.shard_map(
+        best_of_shard, in_specs=cut, out_specs=cut, axis_names={"tensor"}, check_vma=False
+    )
     best, ids = map(whole_rows, of_all(scores))
-    best, place = _top_k(best, k)
-    return best, jnp.take_along_axis(ids, place, axis=-1)
+    best, column = _top_k(best, k)
+    return best, jnp.take_along_axis(ids, column, axis=-1)
 
 
 def _top_k(scores: Array, k: int) -> tuple[Array, Array]:
@@ -73,6 +75,6 @@ def _top_k_of_blocks(scores: Array, k: int) -> tuple[Array, Array]:
     blocks = padded.reshape(*scores.shape[:2], -1, block)
     kept = jnp.sort(_top_k_of_blocks(blocks.max(axis=-1), k)[1], axis=-1)
     among = jnp.take_along_axis(blocks, kept[..., None], axis=2)
-    best, place = _top_k_of_blocks(among.reshape(*scores.shape[:2], -1), k)
-    index = jnp.take_along_axis(kept, place // block, axis=-1)
-    return best, index * block + place % block
+    best, column = _top_k_of_blocks(among.reshape(*scores.shape[:2], -1), k)
+    index = jnp.take_along_axis(kept, column // block, axis=-1)
+    return best, index * block + column % block

@@ -99,7 +99,7 @@ def deepen(draft: Params, config: DraftConfig, key: Array) -> Params:
     if len(layers) >= config.num_further:
         return draft
     keys = jax.random.split(jax.random.fold_in(key, 1), config.num_further)[len(layers) :]
-    drawn = [silence(init_layer(further_layer(config), one)) for one in keys]
+    drawn = [silence(init_layer(further_layer(config), layer_key)) for layer_key in keys]
     return draft | {"further": layers + drawn}
 
 
@@ -121,8 +121,8 @@ def extend_specialists(draft: Params, num_specialists: int) -> Params:
 def key_value_params(specialist: Params) -> Params:
     """The parameters of a specialist that its keys and values depend on."""
     attention = {n: p for n, p in specialist["attention"].items() if n in KEY_VALUE}
-    before = {n: p for n, p in specialist.items() if n not in _AFTER_ATTENTION}
-    return before | {"attention": attention}
+    kept = {n: p for n, p in specialist.items() if n not in _AFTER_ATTENTION}
+    return kept | {"attention": attention}
 
 
 def share_keys_values(draft: Params, reduce: Callable[[Array], Array]) -> Params:
@@ -147,8 +147,10 @@ def has_shared_keys_values(draft: Params) -> bool:
         attention = specialist["attention"]
         return jax.tree.leaves({name: attention[name] for name in KEY_VALUE if name in attention})
 
-    first, *others = map(of, draft["specialists"])
-    return all(bool((a == b).all()) for other in others for a, b in zip(first, other, strict=True))
+    first, *further = map(of, draft["specialists"])
+    return all(
+        bool((a == b).all()) for leaves in further for a, b in zip(first, leaves, strict=True)
+    )
 
 
 def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None = None) -> Params:
@@ -173,12 +175,12 @@ def _take(head: Params, vocabulary: Int[Array, " Vd"]) -> Params:
 
 def split_embedding(draft: Params) -> tuple[Params, Params]:
     """Splits a draft into what is trained and its own embedding, which is frozen; {} is none."""
-    own = {name: draft[name] for name in ("embed",) if name in draft}
-    return {name: part for name, part in draft.items() if name not in own}, own
+    embedding = {name: draft[name] for name in ("embed",) if name in draft}
+    return {name: params for name, params in draft.items() if name not in embedding}, embedding
 
 
 def fuse_draft(draft: Params, config: DraftConfig) -> Params:
     """Fuses the projections of every layer that read the same rows (`fuse_layer`)."""
     fuse = partial(fuse_layer, config=config.layer, parts="kv")
-    lists = {name: part for name, part in draft.items() if isinstance(part, list)}
+    lists = {name: value for name, value in draft.items() if isinstance(value, list)}
     return draft | {name: list(map(fuse, layers)) for name, layers in lists.items()}

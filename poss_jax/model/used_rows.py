@@ -80,16 +80,16 @@ def _measure_error(*, interpret: bool) -> float:
 
     @jax.jit
     def attend(q: Array, k: Array, v: Array) -> Array:
-        own = attend_in_order(q[None], k, v, interpret=interpret)
-        out = add_used_rows(own, q[None], (k, v), jnp.array([used]), interpret=interpret)
+        softmax = attend_in_order(q[None], k, v, interpret=interpret)
+        out = add_used_rows(softmax, q[None], (k, v), jnp.array([used]), interpret=interpret)
         return (out.mean / out.total)[0, 0, 0]
 
-    found = attend(q, k, v)
+    computed = attend(q, k, v)
     q, k, v = (array[0, 0].astype(jnp.float32) for array in (q, k, v))
     in_order = jnp.tril(jnp.ones((len(q), len(q)), bool))
     scores = jnp.concatenate([q @ k[:used].T, jnp.where(in_order, q @ k.T, -1e9)], axis=1)
     want = jax.nn.softmax(scores * 128**-0.5) @ jnp.concatenate([v[:used], v])
-    return float(jnp.abs(found - want).max())
+    return float(jnp.abs(computed - want).max())
 
 
 @cache
@@ -154,7 +154,7 @@ def add_used_rows(
     """
     B, K, G, T, H = q.shape
     splits = _attend_splits(q.reshape(B, K, G * T, H), *stored, length, interpret=interpret)
-    parts = Softmax(*(part.reshape(-1, B, K, G, T, part.shape[-1]) for part in splits))
+    parts = Softmax(*(array.reshape(-1, B, K, G, T, array.shape[-1]) for array in splits))
     # Without the barrier XLA may compute invalid values, says JAX's own caller of the kernel.
     highest = lax.optimization_barrier(jnp.maximum(softmax.highest, parts.highest.max(axis=0)))
     shrink, shrinks = jnp.exp(softmax.highest - highest), jnp.exp(parts.highest - highest[None])

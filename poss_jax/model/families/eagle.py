@@ -31,7 +31,7 @@ def pass_through(draft: Params) -> Params:
     weight = draft["fc"]["weight"]
     of_tokens = weight[:, : len(weight)]
     fc = draft["fc"] | {"weight": jnp.concatenate([of_tokens, jnp.eye(len(weight))], axis=1)}
-    return draft | {"fc": fc, "specialists": [silence(one) for one in draft["specialists"]]}
+    return draft | {"fc": fc, "specialists": [silence(layer) for layer in draft["specialists"]]}
 
 
 def layer(config: DraftConfig) -> DecoderLayer:

@@ -112,7 +112,7 @@ def _init_fc_norm(config: DraftConfig, width: int) -> Params:
             "give three aux_layers"
         )
     scale = jnp.ones(config.feature_size)
-    return {"fc_norm": {part: {"scale": scale} for part in _PARTS}}
+    return {"fc_norm": {name: {"scale": scale} for name in _PARTS}}
 
 
 def layer(config: DraftConfig) -> Specialist:
@@ -143,7 +143,7 @@ def fuse(
     if config.fc_norm == "whole":
         features = rms_norm(features, params["fc_norm"]["scale"], eps=eps)
     elif config.fc_norm == "each":
-        scales = [params["fc_norm"][part]["scale"] for part in _PARTS]
+        scales = [params["fc_norm"][name]["scale"] for name in _PARTS]
         parts = jnp.split(features, len(_PARTS), axis=-1)
         normed = [rms_norm(*pair, eps=eps) for pair in zip(parts, scales, strict=True)]
         features = jnp.concatenate(normed, axis=-1)
