@@ -22,7 +22,7 @@ from poss_jax.engine.device import default_dtype
 from poss_jax.engine.engine import Engine
 from poss_jax.model.cache import KVCache
 from poss_jax.model.families import init_draft
-from poss_jax.model.families.eagle3 import settle
+from poss_jax.model.families.eagle3 import default_fields
 from poss_jax.model.quantise import quantise_target
 from poss_jax.model.target import init_target
 from poss_jax.shapes import Params
@@ -71,7 +71,9 @@ def draft_shape(family: str, llama: LlamaConfig, num_draft_tokens: int) -> Draft
     spans = {"positions_per_specialist": (3, 3), "trained_depth": 6}
     if family == "poss3":
         return DraftConfig(layer=layer, **spans)
-    return DraftConfig(layer=layer, family="eagle3", **spans, **settle(llama, num_draft_tokens))
+    return DraftConfig(
+        layer=layer, family="eagle3", **spans, **default_fields(llama, num_draft_tokens)
+    )
 
 
 def make_engines(

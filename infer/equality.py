@@ -21,7 +21,7 @@ from poss_jax.config.bench import BenchConfig
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import Drafting, TreeConfig
 from poss_jax.decode import speculate
-from poss_jax.decode.sampling import Text, draw_noise, process_logits, shift_logits
+from poss_jax.decode.sampling import History, draw_noise, process_logits, shift_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.verify import accept
 from poss_jax.engine.answers import Generation
@@ -239,7 +239,7 @@ def replay(
 @on_mesh
 def _start(weights: Weights, config: DecodeConfig, request: Request) -> tuple[DecodeState, Scores]:
     logits = speculate.prefill(weights, config, request).logits[:, None]
-    text = speculate.prompt_text(request)
+    text = speculate.prompt_history(request)
     depths = jnp.zeros(logits.shape[:2], jnp.int32)
     scores = _scores(request, text, logits, request.lengths, depths)
     return speculate.start(weights, config, request), scores
@@ -256,7 +256,7 @@ def _run_round(
     out = speculate.verify_tree(weights, config, state, tree)
     chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
     acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
-    text = speculate.text_before(request, state.output, tree)
+    text = speculate.history_before(request, state.output, tree)
     first = state.target_cache.length + 1
     scores = _scores(request, text, out.logits, first, tree.depths)
     path = acceptance.path[:, :, None]
@@ -265,7 +265,7 @@ def _run_round(
 
 
 def _scores(
-    request: Request, text: Text, logits: jax.Array, first: jax.Array, depths: jax.Array
+    request: Request, text: History, logits: jax.Array, first: jax.Array, depths: jax.Array
 ) -> Scores:
     """Computes the scores of the tokens after some nodes once more."""
     wide, sampling = logits.astype(jnp.float32), request.sampling

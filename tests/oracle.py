@@ -19,7 +19,7 @@ from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, top_children
 from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 from poss_jax.shapes import Array, Params
 
 PROMPT_SIZE, MAX_NEW, ROWS = 16, 32, 128
@@ -146,7 +146,7 @@ class Shape:
         planted = rng.random((self.batch, PROMPT_SIZE + MAX_NEW + 16)) < 0.7
         future = self._draft_ids(_future(request, expected, planted.shape))
         planted = jnp.asarray(planted & (future >= 0))
-        weights = Weights(target, attach(draft, target, jnp.asarray(self.vocabulary)))
+        weights = Weights(target, borrow_from_target(draft, target, jnp.asarray(self.vocabulary)))
         state = self._with_oracle(weights, request, jnp.asarray(future), planted)
         self._compare(request, expected, _fetch(state.output))
         self._watch.check()

@@ -19,7 +19,7 @@ from test_recursion import draft_chains
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.learn.recursion import DraftInputs
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 
 LLAMA = tiny_llama()
 T = 14
@@ -48,7 +48,7 @@ def check_chains(config: DraftConfig, predict: Predict, **near: Any) -> None:
     inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
     trained = jit_predict_depths(stacked(draft), config, inputs, 3, block=4)
     chains = partial(draft_chains, tokens=tokens, features=features, starts=starts, depth=3)
-    drafted = jax.jit(chains, static_argnums=0)(config, attach(draft, target))
+    drafted = jax.jit(chains, static_argnums=0)(config, borrow_from_target(draft, target))
     for depth in range(3):
         of_rows = trained[depth, 0, starts + depth]
         np.testing.assert_allclose(of_rows, wanted[:, depth], **near)

@@ -31,7 +31,7 @@ from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import make_draft_step
 from poss_jax.learn.task import DraftTask
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 from poss_jax.shapes import Params
 
 TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)
@@ -54,7 +54,7 @@ Generate = Callable[[Weights, Request], Output]
 @cache
 def weights(sharpness: float, disorder: float) -> Weights:
     target, drafted = certain_pair(LLAMA, DRAFT, sharpness=sharpness, disorder=disorder)
-    return Weights(target, attach(drafted, target))
+    return Weights(target, borrow_from_target(drafted, target))
 
 
 @cache
@@ -77,7 +77,7 @@ def overfit_weights() -> Weights:
     key = jax.random.key(0)
     drafted = train(random_draft(DRAFT), lambda state, batch: draft_step(state, target, batch, key))
     target, drafted = unstacked(target), unstacked(drafted)
-    return Weights(target, attach(drafted, target))
+    return Weights(target, borrow_from_target(drafted, target))
 
 
 @cache

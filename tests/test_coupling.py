@@ -29,7 +29,7 @@ def test_children_are_ranked_by_scores_and_noise():
     noise = draw_noise(given, jnp.asarray([7], jnp.int32), num_positions=3, vocab_size=V)
     level = Level(2, jnp.asarray([9]), jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 2, 0), bool))
     ids, log_probs = coupled_children(
-        logits, level, 4, sampling=given, text=text_of([]), noise=noise, vocabulary=jnp.arange(V)
+        logits, level, 4, sampling=given, history=text_of([]), noise=noise, vocabulary=jnp.arange(V)
     )
     noisy = np.array(logits[0]) / 0.5 + np.array(noise[0, 2])
     np.testing.assert_array_equal(ids[0], np.argsort(-noisy)[:, :4])

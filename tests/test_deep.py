@@ -30,7 +30,7 @@ from poss_jax.convert.__main__ import main as convert
 from poss_jax.engine.engine import Engine
 from poss_jax.learn.recursion import DraftInputs
 from poss_jax.model.quantise import Quantised, quantise_target
-from poss_jax.model.specialists import deepen
+from poss_jax.model.specialists import add_layers
 from train import loop
 from train.main import main
 from train.training import open_stage
@@ -67,9 +67,9 @@ def test_training_and_drafting_equal_a_float64_forward() -> None:
 def test_further_layers_start_without_a_jump() -> None:
     """A deepened draft predicts, drafts and decodes what the trained one does, bit for bit."""
     target, draft = random_target(LLAMA), random_draft(PLAIN)
-    deepened = deepen(draft, DEEP, jax.random.key(5))
+    deepened = add_layers(draft, DEEP, jax.random.key(5))
     assert len(deepened["further"]) == 2
-    assert deepen(draft, PLAIN, jax.random.key(5)) is draft
+    assert add_layers(draft, PLAIN, jax.random.key(5)) is draft
     features, embedded = (jax.random.normal(jax.random.key(n), (2, T, 32)) for n in range(2))
     inputs = DraftInputs(features, embedded, jnp.ones((2, T), jnp.int32))
     before, after = (

@@ -31,7 +31,7 @@ from poss_jax.model.sharding import make_mesh
 from poss_jax.model.target import stack_layers
 from poss_jax.program.processes import expects_processes, start_processes
 from train import devices
-from train.devices import ask_first, make_on, make_step_on, put_batch, stack_on
+from train.devices import broadcast_from_first, make_on, make_step_on, put_batch, stack_on
 from train.main import main
 
 LLAMA = tiny_llama(vocab_size=64)
@@ -117,11 +117,11 @@ def test_an_error_of_the_first_process_reaches_the_others(monkeypatch):
     monkeypatch.setattr(devices.multihost_utils, "broadcast_one_to_all", sent.append)
     monkeypatch.setattr(devices, "is_first_process", lambda: True)
     with pytest.raises(ZeroDivisionError):
-        ask_first(lambda: 1 // 0)
+        broadcast_from_first(lambda: 1 // 0)
     monkeypatch.setattr(devices, "is_first_process", lambda: False)
     monkeypatch.setattr(devices.multihost_utils, "broadcast_one_to_all", lambda _: sent[0])
     with pytest.raises(UserError, match="process 0 failed; its own output says why"):
-        ask_first(lambda: 1)
+        broadcast_from_first(lambda: 1)
 
 
 class Watched(np.ndarray):

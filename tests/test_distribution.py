@@ -18,11 +18,11 @@ from test_sampling import settings
 
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import speculate
-from poss_jax.decode.sampling import Text, process_logits
+from poss_jax.decode.sampling import History, process_logits
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.model.documents import encode
 from poss_jax.model.linear import linear
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 
 pytestmark = pytest.mark.optimised  # most of the time is sampling
 
@@ -50,7 +50,7 @@ def weights(world: str = "sure") -> Weights:
         target, draft = exact_pair(LLAMA, DRAFT, sharpness=0.125, num_flipped=0, seed=0)
     else:
         target, draft = random_target(LLAMA, seed=3), random_draft(DRAFT, seed=4)
-    return Weights(target, attach(draft, target))
+    return Weights(target, borrow_from_target(draft, target))
 
 
 @cache
@@ -65,7 +65,7 @@ def exact_distribution(world: str = "sure") -> np.ndarray:
     for n in range(LENGTH):
         end = len(PROMPT) + n
         nothing = jnp.zeros((len(texts), 1, 0), bool)
-        text = Text(
+        text = History(
             tokens, jnp.zeros_like(tokens, bool).at[:, :end].set(True), tokens[:, :0], nothing
         )
         given = settings(len(texts), **GIVEN[world])

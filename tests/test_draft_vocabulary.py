@@ -33,7 +33,7 @@ from poss_jax.data.rows import Rows
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.engine.engine import Engine
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 from train.draft_vocab import main
 from train.training import open_stage
 from train.vocabulary import choose_tokens, count_trained, coverage_of, size_for_coverage
@@ -263,7 +263,9 @@ OWN_HEAD = DraftConfig(
 def test_target_ids_are_proposed(config: DraftConfig) -> None:
     target, params = random_target(LLAMA), random_draft(config)
     vocabulary = [3, 7, 11, 13, 20, 41]
-    weights = Weights(target, attach(params, target, jnp.asarray(vocabulary, jnp.int32)))
+    weights = Weights(
+        target, borrow_from_target(params, target, jnp.asarray(vocabulary, jnp.int32))
+    )
     assert (weights.draft["head"] is params.get("head")) == (config is OWN_HEAD)
     decode = DecodeConfig(LLAMA, config, TreeConfig(depth=3, top_k=4, total_tokens=20), 64)
 

@@ -22,7 +22,7 @@ from poss_jax.model.families import init_draft
 from poss_jax.model.families.eagle3 import read
 from poss_jax.model.parameters import place_tree
 from poss_jax.model.sharding import make_mesh
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -217,11 +217,13 @@ def test_chains_of_drafting_and_training_equal_the_forward(name: str) -> None:
     features = jnp.asarray(np.random.default_rng(0).normal(size=(1, T, 3 * LLAMA.hidden_size)))
     features = features.astype(jnp.float32)
     chain = jax.jit(lambda params: draft_chains(config, params, tokens, features))(
-        attach(draft, target)
+        borrow_from_target(draft, target)
     )
-    embedded = attach(draft, target)["embed"]["weight"][tokens[0, 1:]]
+    embedded = borrow_from_target(draft, target)["embed"]["weight"][tokens[0, 1:]]
     logits = forward(config, draft, embedded, features[0], STEPS)[1]
-    trained = train_chains(config, attach(stacked(draft), target), embedded[:T], features)
+    trained = train_chains(
+        config, borrow_from_target(stacked(draft), target), embedded[:T], features
+    )
     for step, got in enumerate(chain):
         np.testing.assert_allclose(got, logits[step], atol=2e-4, rtol=1e-4)
         known = T - step
@@ -233,7 +235,7 @@ def test_chains_of_drafting_and_training_equal_the_forward(name: str) -> None:
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_positions_equal_the_forward(name: str) -> None:
     config = dataclasses.replace(CONFIG, positions_per_specialist=(1,), **MASKED[name])
-    draft = attach(random_draft(config), random_target(LLAMA))
+    draft = borrow_from_target(random_draft(config), random_target(LLAMA))
     tokens = random_tokens(LLAMA, 1, T + STEPS)
     features = jnp.asarray(np.random.default_rng(0).normal(size=(1, T, 3 * LLAMA.hidden_size)))
     features = features.astype(jnp.float32)

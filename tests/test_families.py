@@ -32,7 +32,7 @@ from poss_jax.model.families.eagle import EAGLE
 from poss_jax.model.layers import norm_row
 from poss_jax.model.parameters import item_shapes, partition, split_items
 from poss_jax.model.sharding import make_mesh
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 
 GAINED = dataclasses.replace(
     EAGLE,
@@ -127,7 +127,7 @@ def test_it_is_decoded_with():
     for sign in (1, -1):
         gain = {"scale": sign * draft["gain"]["scale"]}
         tree, speculative, autoregressive = run(
-            Weights(target, attach(draft | {"gain": gain}, target))
+            Weights(target, borrow_from_target(draft | {"gain": gain}, target))
         )
         np.testing.assert_array_equal(speculative, autoregressive)
         trees.append(np.asarray(tree))

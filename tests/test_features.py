@@ -105,7 +105,7 @@ def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
     monkeypatch.setattr("train.draft_stage.load_layers", no_layers)
     config = cached(runs, tmp_path, DRAFT)
     stage = open_stage(load_config(TrainConfig, config), tmp_path)
-    target, batch, _ = stage.plan_step().others
+    target, batch, _ = stage.plan_step().inputs
     assert "layers" not in target and batch.features.shape == (*batch.tokens.shape, 32)
     stage.load_weights()
     stage.write_features()
@@ -123,7 +123,7 @@ def test_a_cache_to_be_written_is_planned_and_filled_as_memory_allows(
 ) -> None:
     values = DRAFT | {"batch_size": 2, "step": {"accumulation_steps": 2}}
     stage = open_stage(load_config(TrainConfig, cached(runs, tmp_path, values)), tmp_path)
-    assert "layers" not in stage.plan_step().others[0]
+    assert "layers" not in stage.plan_step().inputs[0]
     stage.load_weights()
     rows_at_once = []
     monkeypatch.setattr("train.draft_stage.fill_cache", lambda *args: rows_at_once.append(args[3]))
@@ -217,7 +217,9 @@ def test_a_folder_that_other_hosts_do_not_see_is_refused_before_anything_is_enco
 
     rows = Rows(*(np.zeros((7, 3), kind) for kind in (np.int32, bool, np.int32)))
     monkeypatch.setattr(features, "_SEEN_SECONDS", 0)
-    monkeypatch.setattr("train.features.ask_first", lambda _: True)  # each asks its own folder
+    monkeypatch.setattr(
+        "train.features.broadcast_from_first", lambda _: True
+    )  # each asks its own folder
     cache, not_seen = open_small(tmp_path / "cache"), "cache: this process does not see the folder"
     with pytest.raises(UserError, match=not_seen):
         fill_cache(cache, [rows], encode, 1, make_mesh(MeshConfig()))

@@ -47,13 +47,13 @@ def test_what_is_kept_is_counted_as_it_lies():
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, planned.state)
     held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
     assert bytes_per_device(planned.state) == held
-    assert bytes_per_device(planned.others[1]) == 2 * 16 * (4 + 1 + 4)  # 2 of 8 rows
+    assert bytes_per_device(planned.inputs[1]) == 2 * 16 * (4 + 1 + 4)  # 2 of 8 rows
 
 
 def test_the_compiler_keeps_what_is_counted_and_copies_no_state():
     planned = plan(run(data=1))
     memory = compile_memory(planned)
-    counted = bytes_per_device((planned.state, planned.others))
+    counted = bytes_per_device((planned.state, planned.inputs))
     assert abs(memory["arguments"] - counted) < 1024  # the key's own size
     assert memory["donated"] == pytest.approx(bytes_per_device(planned.state), rel=0.01)
     assert memory["total"] < memory["arguments"] + memory["temporaries"] + 4096
@@ -67,7 +67,7 @@ def test_a_step_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         UserError, match=r"a step needs at least [0-9.]+ GiB of each device, which "
     ):
         check_memory(plan(large))
-    spare = bytes_per_device((plan(config).state, plan(config).others)) + plan(config).hidden
+    spare = bytes_per_device((plan(config).state, plan(config).inputs)) + plan(config).hidden
     monkeypatch.setattr("train.memory.device_memory", lambda: spare)
     check_memory(plan(config))
     monkeypatch.setattr("train.memory.device_memory", lambda: spare - 1)

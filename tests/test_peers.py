@@ -27,7 +27,7 @@ from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.config.models import RopeConfig, TreeConfig
 from poss_jax.engine.engine import Engine
 from poss_jax.model.parameters import split_items
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 
 pytestmark = [pytest.mark.peers, pytest.mark.optimised]
 
@@ -339,8 +339,8 @@ def chains(config: Any, params: Any, target: Any, tokens: np.ndarray, features: 
     """Our logits of every step and row."""
     if config.mask_token is not None:  # trained there alone
         text = jnp.asarray(np.pad(tokens, (1, STEPS)), jnp.int32)[None]
-        return np.asarray(draft_chains(config, attach(params, target), text, features))
-    weights = attach(stacked(params), target)
+        return np.asarray(draft_chains(config, borrow_from_target(params, target), text, features))
+    weights = borrow_from_target(stacked(params), target)
     embedded = weights["embed"]["weight"][tokens]
     return np.asarray(train_chains(config, weights, embedded, features))
 

@@ -42,7 +42,7 @@ from poss_jax.learn.task import DraftTask
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import flatten_item, item_shapes
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 
 QKV, GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 
@@ -178,7 +178,7 @@ def test_a_draft_is_trained_and_decoded_with(phi3):
         return [speculate.generate(weights, way, request).output for way in (drafted, alone)]
 
     draft = unstacked(state.params)
-    speculative, autoregressive = decode(Weights(target, attach(draft, target)))
+    speculative, autoregressive = decode(Weights(target, borrow_from_target(draft, target)))
     np.testing.assert_array_equal(speculative.tokens[:, :12], autoregressive.tokens[:, :12])
 
 

@@ -20,7 +20,7 @@ from poss_jax.learn.recursion import DraftInputs, first_version, unroll
 from poss_jax.model.cache import init_cache
 from poss_jax.model.documents import encode
 from poss_jax.model.families import family_of
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 
 # spans, trained depth, fc bias; and what the layers have besides a Llama's
 METHODS = {
@@ -65,7 +65,7 @@ def test_recursion_equals_drafting_a_chain(method):
     predictions = jit_predict_depths(stacked(draft), config, inputs, depth, block=5)
     starts = np.arange(T - depth + 1)
     chain = jax.jit(lambda params: draft_chains(config, params, tokens, features, starts, depth))(
-        attach(draft, target)
+        borrow_from_target(draft, target)
     )
     for d in range(depth):
         np.testing.assert_allclose(chain[d], predictions[d, 0, starts + d], atol=1e-5, rtol=1e-5)

@@ -247,7 +247,7 @@ def test_waits_grow_and_are_as_long_as_the_server_asks(
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr(module, "_FIRST_WAIT", 1.0)
-    client = module.Server(chat.url)
+    client = module.ChatClient(chat.url)
     monkeypatch.setattr(client._closed, "wait", lambda seconds: bool(waits.append(seconds)))
     for number in range(1, 10):
         client._wait(number, "", "busy")

@@ -20,7 +20,7 @@ from poss_jax.decode import rejection, speculate
 from poss_jax.decode.rejection import DrawnTree, accept_child, groups_of
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Candidates
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 
 # --------------------------------------------------------------------------------------------------
 # The shape
@@ -137,7 +137,7 @@ ROWS = (  # temperature, top_k, seed
 def weights(vocabulary: tuple[int, ...] | None = None) -> Weights:
     target = random_target(LLAMA)
     ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
-    return Weights(target, attach(random_draft(DRAFT), target, ids))
+    return Weights(target, borrow_from_target(random_draft(DRAFT), target, ids))
 
 
 def request(*rows: int, seed: int = 0) -> Request:

@@ -45,8 +45,8 @@ def test_a_step_is_looked_at_once_the_next_is_under_way(folder: RunFolder) -> No
         for step in (1, 2, 3):
             events.append(f"started {step}")
             log.record(step, {"loss": Fetched(2.0, step, events)})
-        log.settle()
-        log.settle()
+        log.flush()
+        log.flush()
     assert events == ["started 1", "started 2", "fetched 1", "started 3", "fetched 2", "fetched 3"]
 
 
@@ -54,7 +54,7 @@ def test_every_second_line_and_the_last(folder: RunFolder) -> None:
     with log_of(folder) as log:
         for step in range(1, 6):
             log.record(step, {"loss": np.float32(step), "loss_per_depth": np.ones(2)})
-        log.settle()
+        log.flush()
     logged = lines(folder)
     assert [line["step"] for line in logged] == [2, 4, 5]
     assert logged[0]["tokens"] == 2 * 256 * 8
@@ -81,10 +81,10 @@ def test_running_mean_goes_on_from_the_checkpoint(folder: RunFolder, factor: flo
         assert log.loss_level == 2.0
         log.record(3, {"loss": np.float32(7)})
         if factor is None:
-            log.settle()
+            log.flush()
         else:
             with pytest.raises(Diverged, match="loss 7, its running mean 2"):
-                log.settle()
+                log.flush()
 
 
 def test_loggers_get_the_same_numbers(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_loggers_get_the_same_numbers(folder: RunFolder, monkeypatch: pytest.Mon
     monkeypatch.setattr("train.run_log.open_loggers", lambda *_: [Logger()])
     with log_of(folder) as log:
         log.record(2, {"loss": np.float32(2)})
-        log.settle()
+        log.flush()
         log.validated(2, {"validation_loss": [1.0, 2.0], "simulated_acceptance_length": 1.5})
     (step, values), validation, closed = calls
     assert step == 2 and values["loss"] == 2.0 and "tokens_per_second" in values

@@ -20,13 +20,13 @@ def stage(text: str, documents: str, lookahead: int) -> Any:
     return SimpleNamespace(validation_rows=rows, lookahead=lookahead, tokenizer=tokenizer)
 
 
-def predictions(wanted: str, trained: str, *by_depth: str) -> Predictions:
+def predictions(labels: str, trained: str, *by_depth: str) -> Predictions:
     def ids(text: str) -> list[int]:
         return [LETTERS.index(letter) for letter in text]
 
     return Predictions(
         tokens=np.array([[ids(depth)] for depth in by_depth]),
-        wanted=np.array([ids(wanted)]),
+        labels=np.array([ids(labels)]),
         is_trained=np.array([[mark == "x" for mark in trained]]),
     )
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from poss_jax.decode.sampling import (
+    History,
     Sampling,
-    Text,
     draw,
     draw_noise,
     lower_unlikely,
@@ -42,12 +42,12 @@ def settings(batch: int, **given) -> Sampling:
     return Sampling(**columns, bias_ids=ids, bias=bias)
 
 
-def text_of(tokens, on_path=None, path=()) -> Text:
+def text_of(tokens, on_path=None, path=()) -> History:
     """One sequence; by default nothing is on the path of its one row."""
     path = jnp.asarray([path], jnp.int32)
     on_path = np.zeros((1, 1, path.shape[1])) if on_path is None else [on_path]
     tokens = jnp.asarray([tokens], jnp.int32)
-    return Text(tokens, tokens >= 0, path, jnp.asarray(on_path, bool))
+    return History(tokens, tokens >= 0, path, jnp.asarray(on_path, bool))
 
 
 def scores_of(logits, text=None, **given) -> np.ndarray:
@@ -101,7 +101,7 @@ def test_a_draw_is_the_best_of_what_the_filters_keep(sharpness):
     logits = jnp.asarray(rounded, jnp.float32)
     noise = jnp.asarray(4 * rng.gumbel(size=(B, rows, V)), jnp.float32)
     nothing = jnp.zeros((B, 0), jnp.int32)
-    text = Text(nothing, nothing > 0, nothing, jnp.zeros((B, rows, 0), bool))
+    text = History(nothing, nothing > 0, nothing, jnp.zeros((B, rows, 0), bool))
 
     @jax.jit
     def run(logits, given, noise):
@@ -174,7 +174,7 @@ def test_the_penalty_looks_along_a_nodes_own_path():
 
 def test_stop_tokens_of_short_outputs_are_barred():
     """Two texts, of 2 and 4 tokens of output, with a choice at the root and one a token later."""
-    text = Text(
+    text = History(
         tokens=jnp.zeros((2, 4), jnp.int32),
         is_token=jnp.ones((2, 4), bool),
         path=jnp.asarray([[8], [8]]),
@@ -193,7 +193,7 @@ def test_stop_tokens_of_short_outputs_are_barred():
 def test_a_draft_with_its_own_vocabulary_is_processed_alike():
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(1, 2, V)), jnp.float32)
-    text = Text(
+    text = History(
         jnp.asarray([[3, 7]]),
         jnp.ones((1, 2), bool),
         jnp.asarray([[7, 9]]),
@@ -224,7 +224,7 @@ def test_processors_are_those_of_transformers():
     }
     bias_ids, bias = rng.integers(0, V, (batch, 2)), rng.normal(scale=4, size=(batch, 2))
     bias_ids[:, 1] = (bias_ids[:, 0] + 1) % V
-    text = Text(
+    text = History(
         jnp.asarray(tokens[:, :8], jnp.int32),
         jnp.ones((batch, 8), bool),
         jnp.asarray(tokens[:, 8:], jnp.int32),

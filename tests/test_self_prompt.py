@@ -20,7 +20,13 @@ from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import prompt_seed
 from train.regenerate import main
-from train.self_prompt import Asked, TurnWriter, find_opening, plan_questions, repeats_itself
+from train.self_prompt import (
+    SeenQuestions,
+    TurnWriter,
+    find_opening,
+    plan_questions,
+    repeats_itself,
+)
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -153,7 +159,7 @@ def test_repeated_questions_are_found() -> None:
     rng = np.random.default_rng(0)
     words = [f"w{n}" for n in rng.permutation(5000)]
     texts = [" ".join(words[n : n + 40]) for n in range(0, 4000, 40)]
-    asked = Asked({"messages": turns(text)} for text in texts)
+    asked = SeenQuestions({"messages": turns(text)} for text in texts)
     for text in texts:
         assert asked.add(text.upper().replace(" ", "\n")) == "a question that was asked before"
         parts = text.split()

@@ -11,7 +11,7 @@ from oracle import Shape, greedy_request
 from poss_jax.config.models import DraftConfig, RopeConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Weights
-from poss_jax.model.specialists import attach, share_keys_values
+from poss_jax.model.specialists import borrow_from_target, share_keys_values
 
 # (depth, top_k, total_tokens), spans, batch, layers per specialist. The fourth asks for more nodes
 # than can be drafted.
@@ -91,7 +91,7 @@ def test_shared_keys_and_values_take_one_cache():
         "specialists": [jax.tree.map(lambda x, i=i: x[i], draft["specialists"]) for i in (0, 1)]
     }
     request = greedy_request([5, 6, 7, 8], [9, 3], limit=24)
-    weights = Weights(target, attach(draft, target))
+    weights = Weights(target, borrow_from_target(draft, target))
 
     def run(config: DraftConfig):
         decode = DecodeConfig(llama, config, TreeConfig(depth=3, top_k=2, total_tokens=6), 64)

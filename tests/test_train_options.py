@@ -227,7 +227,9 @@ def test_processes_after_the_first_read_its_rows(
     config = load_config(TrainConfig, config_file(runs, tmp_path, TARGET))
     stage = open_stage(config, tmp_path / "first")
     monkeypatch.setattr(
-        preparation, "ask_first", lambda _: shutil.copytree(tmp_path / "first", tmp_path / "shared")
+        preparation,
+        "broadcast_from_first",
+        lambda _: shutil.copytree(tmp_path / "first", tmp_path / "shared"),
     )
     load = MagicMock(side_effect=AssertionError("read the data"))
     rows = prepare_rows(tmp_path / "shared", config, stage.tokenizer, stage.config, load).train

@@ -31,7 +31,7 @@ from poss_jax.config.paths import (
 from poss_jax.config.reading import UserError, config_to_dict, parse_yaml, shorten
 from poss_jax.config.training import TrainConfig
 
-from .devices import ask_first, meet
+from .devices import barrier, broadcast_from_first
 
 # Settings that may change on resume: they change what a run learns by rounding at most.
 _FREE_KEYS = {
@@ -71,7 +71,7 @@ def hold_together(config: TrainConfig) -> Iterator[None]:
       UserError: in every process, another run is at work there.
     """
     with ExitStack() as held:
-        ask_first(lambda: held.enter_context(sole_writer(config.output)))
+        broadcast_from_first(lambda: held.enter_context(sole_writer(config.output)))
         yield
 
 
@@ -84,9 +84,9 @@ def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[AnyPath]
     """
     with ExitStack() as claim:
         folder = claim_folder(config, overwrite=overwrite)
-        yield as_path(ask_first(lambda: str(claim.enter_context(folder))))
-        meet("run prepared")
-    meet("run claimed")
+        yield as_path(broadcast_from_first(lambda: str(claim.enter_context(folder))))
+        barrier("run prepared")
+    barrier("run claimed")
 
 
 @contextmanager

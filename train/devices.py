@@ -46,12 +46,12 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
-def meet(name: str) -> None:
+def barrier(name: str) -> None:
     """Waits until every process has arrived here."""
     multihost_utils.sync_global_devices(name)
 
 
-def ask_first(function: Callable[[], AnswerT]) -> AnswerT:
+def broadcast_from_first(function: Callable[[], AnswerT]) -> AnswerT:
     """Runs a function in process 0 and broadcasts its JSON value, or its error."""
     answer, unexpected = np.zeros(_MESSAGE_BYTES, np.uint8), None
     if is_first_process():
@@ -164,7 +164,7 @@ def write_together(
         write_model(folder, record, items, tokenizer_from=tokenizer_from)
     for _ in items:  # all processes join in gathering each item
         pass
-    meet("model written")
+    barrier("model written")
 
 
 def _whole_items(

@@ -38,7 +38,7 @@ from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import family_of, init_draft
 from poss_jax.model.parameters import place_weights
 from poss_jax.model.specialists import (
-    deepen,
+    add_layers,
     extend_specialists,
     has_shared_keys_values,
     share_keys_values,
@@ -271,7 +271,7 @@ class DraftStage:
         draft, self._init_draft = self._init_draft, None  # frees its memory for the steps
 
         def extend(key: Array, draft: Params) -> Params:
-            return deepen(stack(draft), self.config, key)
+            return add_layers(stack(draft), self.config, key)
 
         return make_on(self.mesh, extend, self._key, draft)
 

@@ -28,7 +28,14 @@ from poss_jax.model.documents import TrainBatch, encode
 from poss_jax.model.parameters import place_weights
 from poss_jax.shapes import Array, Params
 
-from .devices import ask_first, compile_on, is_first_process, meet, put_batch, stack_on
+from .devices import (
+    barrier,
+    broadcast_from_first,
+    compile_on,
+    is_first_process,
+    put_batch,
+    stack_on,
+)
 
 EncodeFunction = Callable[[TrainBatch], Array]
 
@@ -81,7 +88,7 @@ def is_complete(features: FeatureSource | None) -> bool:
     Raises:
       UserError: they are complete, but this process does not see them.
     """
-    has_all = features is not None and ask_first(lambda: not features.missing)
+    has_all = features is not None and broadcast_from_first(lambda: not features.missing)
     if has_all and isinstance(features, FeatureCache):
         features.check_seen()
     return has_all
@@ -141,18 +148,18 @@ def fill_cache(
         total=len(rows), desc="features", unit="row", delay=2, disable=not is_first_process()
     )
     with ExitStack() as held, progress:
-        ask_first(lambda: held.enter_context(_claim(cache)))
+        broadcast_from_first(lambda: held.enter_context(_claim(cache)))
         cache.check_seen()
         for shard in range(cache.num_shards):
             chosen = cache.rows_of(shard)
-            if not ask_first(lambda n=shard: cache.has(n)):
+            if not broadcast_from_first(lambda n=shard: cache.has(n)):
                 features = _encode_rows(rows, chosen, encode_batch, batch_size, mesh)
                 if is_first_process():
                     cache.write(shard, features)
                 for _ in features:  # all processes compute each batch
                     pass
             progress.update(len(chosen))
-        meet("features written")
+        barrier("features written")
 
 
 def measure_deviations(

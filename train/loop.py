@@ -74,7 +74,7 @@ def _check_in(
     state: TrainState,
 ) -> None:
     """Validates if due, and saves; a diverged state is not saved."""
-    log.settle()
+    log.flush()
     score = None
     if _is_due(config, step, config.validate_every):
         results, shown = stage.validate(state.params, validation_batches(config, stage))
@@ -153,13 +153,13 @@ def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
     depth = len(shown.tokens)
     head = ["text before", *(f"depth {d}" for d in range(depth))]
     lines = ["Held-out text, and what is predicted to follow: `right` or ~~`wrong`~~ `wanted`."]
-    for index in range(min(num_samples, len(shown.wanted))):
+    for index in range(min(num_samples, len(shown.labels))):
         table = []
         for start in _places(shown.is_trained[index], depth):
             prefix = _text_before(stage.validation_rows[index : index + 1], start + stage.lookahead)
             cells = [_quoted(stage.tokenizer, prefix)]
             for d, row in enumerate(range(start, start + depth)):
-                label, got = shown.wanted[index, row], shown.tokens[d, index, row]
+                label, got = shown.labels[index, row], shown.tokens[d, index, row]
                 wrong = "" if got == label else f"~~{_quoted(stage.tokenizer, [got])}~~ "
                 cells.append(wrong + _quoted(stage.tokenizer, [label]))
             table.append(cells)

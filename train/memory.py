@@ -35,22 +35,22 @@ class PlannedStep(NamedTuple):
     """A step and the shapes and shardings of its arguments.
 
     Attributes:
-      step: `(state, *others) -> (state, metrics)`.
+      step: `(state, *inputs) -> (state, metrics)`.
       state: parameters and optimizer state.
-      others: for a draft's step the frozen target, the batch and the random key.
+      inputs: for a draft's step the frozen target, the batch and the random key.
       hidden: bytes per device of one layer's output, the least that a step holds.
     """
 
     step: OnMesh
     state: TrainState
-    others: tuple[Any, ...]
+    inputs: tuple[Any, ...]
     hidden: int
 
     @property
     def kept(self) -> dict[str, Any]:
         """Arrays that stay on the devices between steps, by name."""
         kept = {"parameters": self.state.params, "optimizer": self.state.opt_state}
-        return kept | ({"target": self.others[0]} if len(self.others) > 1 else {})
+        return kept | ({"target": self.inputs[0]} if len(self.inputs) > 1 else {})
 
 
 def plan_draft_step(
@@ -127,7 +127,7 @@ def check_memory(planned: PlannedStep) -> None:
     Raises:
       UserError: the persistent arrays plus one layer's output exceed a device's memory.
     """
-    needed = bytes_per_device((planned.state, planned.others)) + planned.hidden
+    needed = bytes_per_device((planned.state, planned.inputs)) + planned.hidden
     available = device_memory()
     if available is not None and needed > available:
         raise UserError(
@@ -139,7 +139,7 @@ def check_memory(planned: PlannedStep) -> None:
 
 def compile_memory(planned: PlannedStep) -> dict[str, int]:
     """Bytes per device as the compiler plans them; takes a minute or more for a large model."""
-    return planned_memory(planned.step.lower(planned.state, *planned.others).compile())
+    return planned_memory(planned.step.lower(planned.state, *planned.inputs).compile())
 
 
 def _describe_placement(planned: PlannedStep) -> list[str]:

@@ -19,7 +19,7 @@ from poss_jax.data.rows import Rows
 from poss_jax.data.sources import Documents
 from poss_jax.program.running import text_marks
 
-from .devices import ask_first
+from .devices import broadcast_from_first
 
 _SAMPLE_TOKENS = 300
 _LOG = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def prepare_rows(
         return prepare(folder, config.data, tokenizer, llama.vocab_size, load, stop_ids)
 
     made: list[Prepared] = []
-    ask_first(lambda: made.append(make()))
+    broadcast_from_first(lambda: made.append(make()))
     prepared = made[0] if made else make()
     held_out, length = len(prepared.validation), config.data.sequence_length
     if length > llama.max_position_embeddings:

@@ -37,8 +37,8 @@ from .answers import (
     open_dialogue,
     refuse_answer,
 )
-from .self_prompt import TurnWriter, find_writer, plan_questions, read_asked
-from .server import Server, answer_questions, hold_refusals
+from .self_prompt import TurnWriter, find_writer, plan_questions, read_seen
+from .server import ChatClient, answer_questions, hold_refusals
 
 _BATCHES_PER_WINDOW = 4
 
@@ -86,7 +86,7 @@ def _answer_remaining(config: RegenerateConfig, output: Path, *, overwrite: bool
     if config.server is not None and not files.num_done:
         lines_to_come = hold_refusals(lines_to_come)
     if config.self_prompt is not None:
-        lines_to_come = read_asked(files.output, num_done).drop_repeated(lines_to_come)
+        lines_to_come = read_seen(files.output, num_done).drop_repeated(lines_to_come)
     with (
         tqdm(total=len(questions), initial=num_done, desc="answer", unit="chat") as progress,
         closing(lines_to_come) as answers,
@@ -181,7 +181,7 @@ def _find_server(config: RegenerateConfig, url: str) -> Answerer:
     """Finds the server that answers; its address may change between runs."""
     tokenizer = load_tokenizer(as_path(config.target)) if config.target is not None else None
     writer = find_writer(config, tokenizer)
-    server = Server(url, config.model, config.chat_template_kwargs)
+    server = ChatClient(url, config.model, config.chat_template_kwargs)
 
     def answer(questions: Sequence[Question]) -> Lines:
         return answer_questions(server, questions, config, writer)

@@ -33,7 +33,7 @@ from poss_jax.config.reading import UserError, is_out_of_memory
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
 
-from .devices import ask_first, is_first_process
+from .devices import broadcast_from_first, is_first_process
 
 # Files of a checkpoint that are written last and not needed to read it.
 _WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}
@@ -69,8 +69,8 @@ class RunFolder:
         self._unwritten: list[str] = []  # lines of metrics.jsonl
         self._empty_removed()
         if not is_checked:
-            ask_first(self._set_damaged_aside)  # before Orbax reads its metadata of them
-            ask_first(self._remove_partial_model)
+            broadcast_from_first(self._set_damaged_aside)  # before Orbax reads its metadata of them
+            broadcast_from_first(self._remove_partial_model)
         policies = [
             checkpoint_managers.LatestN(config.keep_checkpoints),
             checkpoint_managers.BestN(get_metric_fn=_score, n=1),
@@ -112,7 +112,7 @@ class RunFolder:
         Raises:
           UserError: it cannot be read, or metrics.jsonl is damaged.
         """
-        ask_first(lambda: self._drop_metrics_after(self.latest_step))
+        broadcast_from_first(lambda: self._drop_metrics_after(self.latest_step))
         return self._read(self.latest_step, state) if self.latest_step else state
 
     def save(
@@ -148,7 +148,7 @@ class RunFolder:
         with self._saving():
             self._manager.wait_until_finished()
         if self.exported_step(export) != self.latest_step:
-            ask_first(self._set_damaged_aside)  # it may have been saved long ago
+            broadcast_from_first(self._set_damaged_aside)  # it may have been saved long ago
             self._manager.reload()
         step = self.exported_step(export)
         return state if step == int(state.step) else self._read(step, state)
@@ -336,7 +336,7 @@ def is_damaged(config: TrainConfig) -> bool:
             )
         return bool(damaged)
 
-    return ask_first(say)
+    return broadcast_from_first(say)
 
 
 def _steps(checkpoints: AnyPath) -> set[int]:

@@ -104,10 +104,10 @@ class RunLog:
         Raises:
           Diverged: the step before diverged.
         """
-        self.settle()
+        self.flush()
         self._pending = step, metrics
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Waits for the newest step.
 
         Raises:

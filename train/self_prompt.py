@@ -206,7 +206,7 @@ def repeats_itself(text: str) -> bool:
 # Repeated questions
 
 
-class Asked:
+class SeenQuestions:
     """Finds questions that were asked before, or nearly.
 
     A text is the set of its shingles, three words each. Texts are nearly equal if most of their
@@ -249,10 +249,10 @@ class Asked:
         return kept | {"reason": reason}
 
 
-def read_asked(path: Path, num_done: int) -> Asked:
+def read_seen(path: Path, num_done: int) -> SeenQuestions:
     """Reads the questions already in an output file."""
     lines = (line for _, line in json_lines(path)) if num_done else ()
-    return Asked(lines)
+    return SeenQuestions(lines)
 
 
 def _first_question(line: Line) -> str:

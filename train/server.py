@@ -58,7 +58,7 @@ class Refused(Exception):
         self.said = detail
 
 
-class Server:
+class ChatClient:
     """A chat server with OpenAI's interface.
 
     Attributes:
@@ -209,7 +209,7 @@ class Server:
 
 
 def answer_questions(
-    server: Server,
+    server: ChatClient,
     questions: Sequence[Question],
     config: RegenerateConfig,
     writer: TurnWriter | None = None,
@@ -291,7 +291,7 @@ def _is_refusal(line: Line) -> bool:
 
 
 def _answer(
-    server: Server, question: Question, config: RegenerateConfig, writer: TurnWriter | None
+    server: ChatClient, question: Question, config: RegenerateConfig, writer: TurnWriter | None
 ) -> Line:
     """Lets the server answer every turn of a chat, with its earlier answers in context."""
     dialogue, detail = open_dialogue(question, config), {}
@@ -315,7 +315,7 @@ def _answer(
     return answer_line(question, dialogue) | detail
 
 
-def _write_turn(server: Server, dialogue: Dialogue, writer: TurnWriter) -> None:
+def _write_turn(server: ChatClient, dialogue: Dialogue, writer: TurnWriter) -> None:
     """Lets the server write the next user's turn, or ends the chat if the template refuses."""
     try:
         prompt = writer.prompt(dialogue)

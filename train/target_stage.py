@@ -26,7 +26,7 @@ from poss_jax.model.parameters import place_weights
 from poss_jax.model.target import init_target, insert_layers, stack_layers, without_tied_head
 from poss_jax.shapes import Params
 
-from .devices import ask_first, compile_on, make_on, make_step_on, write_together
+from .devices import broadcast_from_first, compile_on, make_on, make_step_on, write_together
 from .memory import PlannedStep, plan_target_step
 from .preparation import prepare_rows, read_unquantised, run_dtype
 
@@ -54,7 +54,7 @@ class TargetStage:
             if not (tokenizer_folder / "tokenizer.json").is_file():
                 self._write_tokenizer(tokenizer_folder, load)
 
-        ask_first(make_tokenizer)
+        broadcast_from_first(make_tokenizer)
         make_tokenizer()  # in a dry run each process has its own folder
         self.tokenizer = load_tokenizer(tokenizer_folder)
         prepared = prepare_rows(folder, config, self.tokenizer, self.config, load)

@@ -26,7 +26,7 @@ from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import shapes_on
 from poss_jax.model.quantise import quantise_specialists, quantise_target
 from poss_jax.model.sharding import bytes_per_device, decoding_mesh, partition_state, replicate
-from poss_jax.model.specialists import attach, fuse_draft
+from poss_jax.model.specialists import borrow_from_target, fuse_draft
 from poss_jax.model.target import fuse_target, init_target
 from poss_jax.shapes import Params
 
@@ -176,7 +176,7 @@ def _target_record(config: AheadConfig) -> ModelRecord:
 def _attach(own: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
     """Shapes of a draft with what it borrows; it gets its own copy of a reduced head."""
     ids = None if num_tokens is None else jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-    attached = jax.eval_shape(attach, own, target, ids)
+    attached = jax.eval_shape(borrow_from_target, own, target, ids)
     return shapes_on(mesh, lambda: attached)
 
 

@@ -29,12 +29,12 @@ class _Marks(NamedTuple):
 
     Attributes:
       ids: id of each, by its text.
-      known: their ids except the unknown token's, which any text may give.
+      reserved: their ids except the unknown token's, which any text may give.
       pattern: matches them if a text spells them out.
     """
 
     ids: dict[str, int]
-    known: frozenset[int]
+    reserved: frozenset[int]
     pattern: re.Pattern[str]
 
 
@@ -82,7 +82,7 @@ def _has_foreign_mark(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
     if _STAND_IN.search(text):
         return True
     marks = _find_marks(tokenizer)
-    counts = Counter(token for token in ids if token in marks.known)
+    counts = Counter(token for token in ids if token in marks.reserved)
     return bool(counts - Counter(marks.ids[name] for name in marks.pattern.findall(text)))
 
 

@@ -61,7 +61,7 @@ class _Sight(NamedTuple):
     """A small rendered chat, in pieces.
 
     Attributes:
-      before: text between the question and the prompt's end.
+      between: text between the question and the prompt's end.
       asks: the part of it that asks for an answer (the generation prompt).
       answer: text after the prompt.
       lead: the part of it before the answer's words.
@@ -70,7 +70,7 @@ class _Sight(NamedTuple):
       last: the whole chat with another turn.
     """
 
-    before: str
+    between: str
     asks: str
     answer: str
     lead: str
@@ -139,7 +139,7 @@ def _look(
         _, is_found, suffix = last[len(prompt) :].partition(answer_text)
         followed = suffix if is_found else None
     return _Sight(
-        before=between,
+        between=between,
         asks=between[len("".join(_common_pieces(between, unasked, special))) :],
         answer=answer,
         lead=lead,
@@ -187,10 +187,10 @@ def _header(
     if special.search(seen.asks):
         return re.compile(re.escape(seen.asks))
     lead = re.escape(_lead(seen))
-    is_end = end is not None and end.fullmatch(seen.before.strip())
-    if not seen.before.strip() or (is_end and not lead):
+    is_end = end is not None and end.fullmatch(seen.between.strip())
+    if not seen.between.strip() or (is_end and not lead):
         return None
-    headers = [f"{re.escape(seen.before)}(?={lead})"]
+    headers = [f"{re.escape(seen.between)}(?={lead})"]
     result = call.last.rpartition(_RESULT)[2] if call else ""
     if marks := list(special.finditer(result)):
         headers.append(re.escape(result[marks[-1].start() :]))
@@ -205,7 +205,7 @@ def _openings(seen: _Sight, special: re.Pattern[str], end: re.Pattern[str] | Non
     """Starts of user and assistant turns: the first special token, else the whole text."""
     turn = (seen.followed or "").partition(NEXT)[0]
     mark = end.search(turn) if end else None
-    begun = [turn[mark.end() :] if mark else turn, seen.asks or seen.before]
+    begun = [turn[mark.end() :] if mark else turn, seen.asks or seen.between]
     marks = [special.search(text) for text in begun]
     return {
         mark.group() if mark else text

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig, TreeConfig
-from poss_jax.decode.sampling import Sampling, Text, lower_unlikely, shift_logits
+from poss_jax.decode.sampling import History, Sampling, lower_unlikely, shift_logits
 from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
 from poss_jax.model.cache import KeysValues, KVCache, attend_cached, commit_rows, newest_rows
 from poss_jax.model.families import family_of
@@ -45,7 +45,7 @@ class Level(NamedTuple):
 
     Attributes:
       depth: draft position of the children, static.
-      position: their position in the text.
+      position: their position in the sequence.
       path: tokens of all beam nodes so far.
       on_path: True for tokens on a child's path.
     """
@@ -123,7 +123,7 @@ def draft(
     """Drafts `tree.depth` levels after the last committed pair.
 
     Args:
-      params: the draft, with the target's embedding and head (`attach`).
+      params: the draft, with the target's embedding and head (`borrow_from_target`).
       config: its shape.
       tree: size of the tree.
       cache: all pairs committed.
@@ -200,7 +200,7 @@ def coupled_children(
     top_k: int,
     *,
     sampling: Sampling,
-    text: Text,
+    history: History,
     noise: Float[Array, "B positions V"],
     vocabulary: Int[Array, " Vd"] | None,
 ) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
@@ -216,12 +216,14 @@ def coupled_children(
       level: where the children stand.
       top_k: W.
       sampling: the request's settings.
-      text: tokens so far; its path is ignored.
+      history: tokens so far; its path is ignored.
       noise: noise for the children of every depth.
       vocabulary: target id of every logit; None: all, in order.
     """
-    text = text._replace(path=level.path, on_path=level.on_path)
-    scores = shift_logits(logits, sampling, text, vocab_size=noise.shape[-1], vocabulary=vocabulary)
+    history = history._replace(path=level.path, on_path=level.on_path)
+    scores = shift_logits(
+        logits, sampling, history, vocab_size=noise.shape[-1], vocabulary=vocabulary
+    )
     scores = lower_unlikely(scores, sampling, _FILTER_MARGIN)
     noise = noise[:, level.depth]
     noisy = scores + (noise if vocabulary is None else noise[:, vocabulary])[:, None]

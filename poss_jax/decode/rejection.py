@@ -29,7 +29,7 @@ from flax import struct
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode.drafting import Level, draft
-from poss_jax.decode.sampling import Sampling, Text, process_logits
+from poss_jax.decode.sampling import History, Sampling, process_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
 from poss_jax.decode.tree import Tree, select
 from poss_jax.model.ranking import choose
@@ -109,7 +109,7 @@ class DrawnTree(Tree):
 
 
 def draw_tree(
-    weights: Weights, config: DecodeConfig, state: DecodeState, sampling: Sampling, text: Text
+    weights: Weights, config: DecodeConfig, state: DecodeState, sampling: Sampling, history: History
 ) -> DrawnTree:
     """Drafts a tree; greedy sequences get the most likely children.
 
@@ -118,7 +118,7 @@ def draw_tree(
       config: static settings.
       state: state before the round.
       sampling: the request's settings.
-      text: tokens so far; its path is ignored.
+      history: tokens so far; its path is ignored.
     """
     assert config.draft is not None and state.draft is not None, "want a draft"
     vocabulary, V = weights.draft["vocabulary"], config.target.vocab_size
@@ -131,8 +131,8 @@ def draw_tree(
     probs = []  # one entry per level, as `draft` asks for children
 
     def children(logits: Array, level: Level, top_k: int) -> tuple[Array, Array]:
-        history = text._replace(path=level.path, on_path=level.on_path)
-        scores = process_logits(logits, sampling, history, vocab_size=V, vocabulary=vocabulary)
+        on_level = history._replace(path=level.path, on_path=level.on_path)
+        scores = process_logits(logits, sampling, on_level, vocab_size=V, vocabulary=vocabulary)
         probs.append(_over_target(jax.nn.softmax(scores), vocabulary, V))
         _, ids = best_of(scores + noise[:, level.depth, None], top_k)
         costs = jnp.asarray([_cost((rank,)) for rank in range(top_k)], jnp.float32)
@@ -161,7 +161,7 @@ def choose_drawn(
     logits: Float[Array, "B M V"],
     noise: Float[Array, "B M V"],
     sampling: Sampling,
-    text: Text,
+    history: History,
 ) -> Int[Array, "B M"]:
     """Chooses the token after every node: the child that passes the test, or a draw from the rest.
 
@@ -171,12 +171,12 @@ def choose_drawn(
       logits: logits of the target at every node.
       noise: noise that the target draws with at every node.
       sampling: the request's settings.
-      text: tokens before each choice.
+      history: tokens before each choice.
     """
     parents, children = map(jnp.asarray, (tree.groups.parents, tree.groups.children))
-    text = text._replace(on_path=text.on_path[:, parents])
+    history = history._replace(on_path=history.on_path[:, parents])
     accepted, residual = accept_child(
-        jax.nn.softmax(process_logits(logits[:, parents], sampling, text)),
+        jax.nn.softmax(process_logits(logits[:, parents], sampling, history)),
         tree.probs,
         jnp.where(children[None] < 0, -1, tree.tokens[:, children]),
         tree.thresholds[:, children],

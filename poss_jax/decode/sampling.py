@@ -57,7 +57,7 @@ class Sampling(struct.PyTreeNode):
     min_tokens: Array | None = None  # [B] int32
 
 
-class Text(NamedTuple):
+class History(NamedTuple):
     """Tokens that precede a choice: the sequence, and a node's path.
 
     Attributes:
@@ -66,7 +66,7 @@ class Text(NamedTuple):
       path: tokens of all nodes.
       on_path: nodes that precede each choice.
       is_output: True for tokens that the target chose; None if it chose none.
-      stop_ids: tokens that end each text, -1 is none; one row serves all sequences.
+      stop_ids: tokens that end each sequence, -1 is none; one row serves all sequences.
     """
 
     tokens: Array  # [B S]
@@ -124,7 +124,7 @@ def unpack(allowed: UInt[Array, "*rows words"], vocab_size: int) -> Bool[Array, 
 def shift_logits(
     logits: Float[Array, "B rows Vd"],
     sampling: Sampling,
-    text: Text,
+    history: History,
     *,
     vocab_size: int,
     vocabulary: Int[Array, " Vd"] | None = None,
@@ -136,7 +136,7 @@ def shift_logits(
     Args:
       logits: logits of the next token.
       sampling: the settings.
-      text: text for the penalties.
+      history: tokens that the penalties count.
       vocab_size: V of the target.
       vocabulary: target id of every logit, for a draft that has its own; None: all, in order.
     """
@@ -150,7 +150,7 @@ def shift_logits(
     def penalised(scores: Array) -> Array:
         penalty = sampling.repetition_penalty[:, None, None]
         lower = jnp.where(scores > 0, scores / penalty, scores * penalty)
-        return jnp.where(of_vocabulary(_seen(text, vocab_size)), lower, scores)
+        return jnp.where(of_vocabulary(_seen(history, vocab_size)), lower, scores)
 
     scores = logits.astype(jnp.float32)
     scores = _where_any(sampling.bias_ids >= 0, biased, scores)
@@ -159,14 +159,14 @@ def shift_logits(
     if frequency is not None and presence is not None:
 
         def lowered(scores: Array) -> Array:
-            counts = of_vocabulary(_count_output(text, vocab_size))
+            counts = of_vocabulary(_count_output(history, vocab_size))
             scores = scores - frequency[:, None, None] * counts
             return jnp.where(counts > 0, scores - presence[:, None, None], scores)
 
         scores = _where_any((frequency != 0) | (presence != 0), lowered, scores)
-    if sampling.min_tokens is not None and text.stop_ids is not None:
-        is_short = _num_output(text) < sampling.min_tokens[:, None]
-        ids = jnp.broadcast_to(text.stop_ids, (len(scores), text.stop_ids.shape[1]))
+    if sampling.min_tokens is not None and history.stop_ids is not None:
+        is_short = _num_output(history) < sampling.min_tokens[:, None]
+        ids = jnp.broadcast_to(history.stop_ids, (len(scores), history.stop_ids.shape[1]))
 
         def barred(scores: Array) -> Array:
             is_end = of_vocabulary(_mark(ids, vocab_size))
@@ -179,7 +179,7 @@ def shift_logits(
 def process_logits(
     logits: Float[Array, "B rows Vd"],
     sampling: Sampling,
-    text: Text,
+    history: History,
     *,
     vocab_size: int | None = None,
     vocabulary: Int[Array, " Vd"] | None = None,
@@ -189,7 +189,7 @@ def process_logits(
     `vocabulary` as in `shift_logits`.
     """
     vocab_size = vocab_size or logits.shape[-1]
-    scores = shift_logits(logits, sampling, text, vocab_size=vocab_size, vocabulary=vocabulary)
+    scores = shift_logits(logits, sampling, history, vocab_size=vocab_size, vocabulary=vocabulary)
     return _where_any(
         _has_filter(sampling),
         lambda scores: jnp.where(_is_kept(scores, sampling), scores, -jnp.inf),
@@ -279,10 +279,11 @@ def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "B V"]:
     return bias.at[jnp.arange(batch)[:, None], ids].add(sampling.bias, mode="drop")
 
 
-def _num_output(text: Text) -> Int[Array, "B rows"]:
+def _num_output(history: History) -> Int[Array, "B rows"]:
     """Counts the tokens of output before each choice."""
-    count = 0 if text.is_output is None else text.is_output.sum(axis=1, dtype=jnp.int32)[:, None]
-    return count + text.on_path.sum(axis=2, dtype=jnp.int32)
+    output = history.is_output
+    count = 0 if output is None else output.sum(axis=1, dtype=jnp.int32)[:, None]
+    return count + history.on_path.sum(axis=2, dtype=jnp.int32)
 
 
 def _mark(ids: Int[Array, "B num"], vocab_size: int) -> Bool[Array, "B V"]:
@@ -292,25 +293,25 @@ def _mark(ids: Int[Array, "B num"], vocab_size: int) -> Bool[Array, "B V"]:
     return nothing.at[jnp.arange(len(ids))[:, None], ids].set(True, mode="drop")
 
 
-def _seen(text: Text, vocab_size: int) -> Bool[Array, "B rows V"]:
+def _seen(history: History, vocab_size: int) -> Bool[Array, "B rows V"]:
     """Marks the tokens that occur before each choice."""
-    B, rows = text.on_path.shape[:2]
+    B, rows = history.on_path.shape[:2]
     sequence = jnp.arange(B)[:, None]
-    committed = _mark(jnp.where(text.is_token, text.tokens, -1), vocab_size)
+    committed = _mark(jnp.where(history.is_token, history.tokens, -1), vocab_size)
     seen = jnp.broadcast_to(committed[:, None], (B, rows, vocab_size))
-    path = jnp.where(text.on_path, text.path[:, None], vocab_size)
+    path = jnp.where(history.on_path, history.path[:, None], vocab_size)
     return seen.at[sequence[:, None], jnp.arange(rows)[None, :, None], path].set(True, mode="drop")
 
 
-def _count_output(text: Text, vocab_size: int) -> Float[Array, "B rows V"]:
+def _count_output(history: History, vocab_size: int) -> Float[Array, "B rows V"]:
     """Counts how often the output before each choice holds every token."""
-    B, rows = text.on_path.shape[:2]
+    B, rows = history.on_path.shape[:2]
     sequence = jnp.arange(B)[:, None]
-    is_output = jnp.zeros_like(text.is_token) if text.is_output is None else text.is_output
-    tokens = jnp.where(is_output, text.tokens, vocab_size)
+    is_output = jnp.zeros_like(history.is_token) if history.is_output is None else history.is_output
+    tokens = jnp.where(is_output, history.tokens, vocab_size)
     committed = jnp.zeros((B, vocab_size)).at[sequence, tokens].add(1, mode="drop")
     counts = jnp.broadcast_to(committed[:, None], (B, rows, vocab_size))
-    path = jnp.where(text.on_path, text.path[:, None], vocab_size)
+    path = jnp.where(history.on_path, history.path[:, None], vocab_size)
     return counts.at[sequence[:, None], jnp.arange(rows)[None, :, None], path].add(1, mode="drop")
 
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
-from poss_jax.decode.sampling import Text, draw, draw_noise, forbid, shift_logits, unpack
+from poss_jax.decode.sampling import History, draw, draw_noise, forbid, shift_logits, unpack
 from poss_jax.decode.state import (
     DecodeConfig,
     DecodeState,
@@ -197,8 +197,8 @@ def draft_tree(
     if not config.is_drafting:
         return root_tree(state.root)
     if config.children is None and config.drafting == "sampled" and request.sampling:
-        text = text_before(request, state.output, root_tree(state.root))
-        return rejection.draw_tree(weights, config, state, request.sampling, text)
+        history = history_before(request, state.output, root_tree(state.root))
+        return rejection.draw_tree(weights, config, state, request.sampling, history)
     candidates = draft_candidates(weights, config, request, state, noise, allowed)
     with jax.named_scope("select"):
         return select(state.root, candidates, config.tree)
@@ -220,7 +220,7 @@ def draft_candidates(
         children = partial(
             drafting.coupled_children,
             sampling=request.sampling,
-            text=text_before(request, state.output, root_tree(state.root)),
+            history=history_before(request, state.output, root_tree(state.root)),
             noise=noise,
             vocabulary=weights.draft["vocabulary"],
         )
@@ -264,12 +264,12 @@ def choose_tokens(
     """Chooses the target's token after every node."""
     if request.sampling is None or noise is None:
         return choose(logits)
-    text = text_before(request, state.output, tree)
-    scores = shift_logits(logits, request.sampling, text, vocab_size=logits.shape[-1])
+    history = history_before(request, state.output, tree)
+    scores = shift_logits(logits, request.sampling, history, vocab_size=logits.shape[-1])
     noise = jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1)
     chosen = draw(scores, noise, request.sampling)
     if isinstance(tree, rejection.DrawnTree):
-        return rejection.choose_drawn(tree, chosen, logits, noise, request.sampling, text)
+        return rejection.choose_drawn(tree, chosen, logits, noise, request.sampling, history)
     return chosen
 
 
@@ -375,7 +375,7 @@ def token_logprobs(
 def _first_logprobs(
     config: DecodeConfig, logits: Float[Array, "B V"], root: Int[Array, " B"]
 ) -> Logprobs | None:
-    """Allocates a text's log-probabilities and writes the first token's."""
+    """Allocates the sequences' log-probabilities and writes the first token's."""
     if not config.num_logprobs:
         return None
     first = token_logprobs(config, logits[:, None], root[:, None])
@@ -411,15 +411,15 @@ def _choose_first(config: DecodeConfig, request: Request, logits: Array) -> Int[
         return choose(logits)
     V = config.target.vocab_size
     noise = draw_noise(request.sampling, request.lengths, num_positions=1, vocab_size=V)
-    text = prompt_text(request)
-    scores = shift_logits(logits[:, None], request.sampling, text, vocab_size=V)
+    history = prompt_history(request)
+    scores = shift_logits(logits[:, None], request.sampling, history, vocab_size=V)
     return draw(scores, noise, request.sampling)[:, 0]
 
 
-def prompt_text(request: Request) -> Text:
-    """Text before the first choice."""
+def prompt_history(request: Request) -> History:
+    """Tokens before the first choice."""
     B = len(request.tokens)
-    return Text(
+    return History(
         tokens=request.tokens,
         is_token=_are_first(request.tokens, request.lengths),
         path=jnp.zeros((B, 0), jnp.int32),
@@ -429,11 +429,11 @@ def prompt_text(request: Request) -> Text:
     )
 
 
-def text_before(request: Request, output: Output, tree: Tree) -> Text:
-    """Text before the choice at each node: the prompt, the output, and the path from the root."""
+def history_before(request: Request, output: Output, tree: Tree) -> History:
+    """Tokens before the choice at each node: the prompt, the output, and the path from the root."""
     in_prompt = _are_first(request.tokens, request.lengths)
     in_output = _are_first(output.tokens, output.num_tokens)
-    return Text(
+    return History(
         tokens=jnp.concatenate([request.tokens, output.tokens], axis=1),
         is_token=jnp.concatenate([in_prompt, in_output], axis=1),
         path=tree.tokens,

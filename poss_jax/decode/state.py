@@ -64,7 +64,7 @@ class DecodeConfig(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Parameters of the target and of the draft (with `attach`; empty: autoregressive)."""
+    """Parameters of the target and of the draft (after `borrow_from_target`; empty: none)."""
 
     target: Params
     draft: Params
@@ -77,11 +77,11 @@ class Request(struct.PyTreeNode):
       tokens: prompts, padded on the right.
       lengths: tokens of each prompt, at least 1.
       limits: most new tokens, at least 1.
-      stop_ids: tokens that end each text, -1 is none; one row serves all sequences.
+      stop_ids: tokens that end each sequence, -1 is none; one row serves all sequences.
       sampling: how tokens are chosen; None is the argmax of the target's logits.
       output_starts: position from which a prompt's tokens count as output (of a continued
         answer) for penalties on the output; None: its end.
-      drafts: False accepts no drafted token; None: every text may.
+      drafts: False accepts no drafted token; None: every sequence may.
     """
 
     tokens: Array  # [B P] int32
@@ -123,12 +123,12 @@ class Output(struct.PyTreeNode):
     """Tokens decoded so far, and statistics.
 
     Attributes:
-      tokens: chosen tokens; entries from `num_tokens` on are not part of the text.
-      num_tokens: tokens of each text.
+      tokens: chosen tokens; entries from `num_tokens` on are not part of the sequence.
+      num_tokens: tokens of each sequence.
       num_accepted: accepted drafted tokens of every round.
       num_offered: deepest position offered along the accepted path in every round.
       num_rounds: rounds of each sequence.
-      is_done: the text has ended (stop token or limit).
+      is_done: the sequence has ended (stop token or limit).
       logprobs: log-probabilities of the tokens; None if not requested.
     """
 

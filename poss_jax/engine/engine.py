@@ -37,7 +37,7 @@ from poss_jax.engine.device import (
     with_rows,
 )
 from poss_jax.engine.live import answer_live, run_live
-from poss_jax.engine.models import fuse, fuse_own, lend, load_fused, replace_target
+from poss_jax.engine.models import fuse, fuse_own, join_weights, load_fused, replace_target
 from poss_jax.engine.prompts import (
     Constraint,
     PreparedPrompt,
@@ -215,7 +215,7 @@ class Engine:
         other = copy(self)
         other.draft_config = record.draft
         other._own_draft = fuse_own(params, record, self.record.quantised, self.mesh)
-        other.weights = lend(self.weights.target, other._own_draft, self.mesh)
+        other.weights = join_weights(self.weights.target, other._own_draft, self.mesh)
         other.trees = choose_trees(self._given_trees or tuned, other.weights.draft)
         return other
 
@@ -243,7 +243,7 @@ class Engine:
         """
         old = self.weights.target
         target = replace_target(old, params, self.target_config, self.mesh)
-        self.weights = lend(target, self._own_draft, self.mesh)
+        self.weights = join_weights(target, self._own_draft, self.mesh)
         self.fingerprint = secrets.token_hex(8)  # hashing the weights would be slower
 
     # ----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The models of an engine on their devices: fused for decoding, placed, joined, replaced.
 
-A draft borrows the embedding and the head of its target (`lend`).
+A draft borrows the embedding and the head of its target (`join_weights`).
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from poss_jax.decode.state import Weights
 from poss_jax.engine.device import check_weights
 from poss_jax.model.parameters import check_params, place_params, place_weights
 from poss_jax.model.quantise import Quantised, quantise_specialists
-from poss_jax.model.specialists import attach, fuse_draft
+from poss_jax.model.specialists import borrow_from_target, fuse_draft
 from poss_jax.model.target import compute_dtype, fuse_target
 from poss_jax.shapes import Params
 
@@ -57,11 +57,11 @@ def fuse_own(
     return _place_on(mesh, fuse_draft(own, record.draft) | {"vocabulary": ids})
 
 
-def lend(target: Params, own: Params, mesh: Mesh | None) -> Weights:
+def join_weights(target: Params, own: Params, mesh: Mesh | None) -> Weights:
     """Joins a target and a draft, which uses its embedding and head; {} is no draft."""
     if not own:
         return Weights(target, {})
-    return Weights(target, _place_on(mesh, attach(own, target, own["vocabulary"])))
+    return Weights(target, _place_on(mesh, borrow_from_target(own, target, own["vocabulary"])))
 
 
 def replace_target(old: Params, params: Params, config: LlamaConfig, mesh: Mesh | None) -> Params:

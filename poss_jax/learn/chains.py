@@ -42,14 +42,14 @@ from poss_jax.model.specialists import further_layer
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
-class Stream(struct.PyTreeNode):
+class StepKeys(struct.PyTreeNode):
     """Keys and values of every step in one layer; step 0 is the context."""
 
     keys: Array  # [R B K T H]
     values: Array  # [R B K T H]
 
 
-Streams = tuple[Stream, ...]
+StreamKeys = tuple[StepKeys, ...]
 """The streams of all layers that every step passes."""
 
 VisitStep = Callable[[Array, Array], Any]
@@ -64,7 +64,7 @@ def unroll_chains(
     visit: VisitStep,
     *,
     block: int,
-) -> tuple[Float[Array, "R B T D"], Streams, Any]:
+) -> tuple[Float[Array, "R B T D"], StreamKeys, Any]:
     """Runs all steps forward.
 
     Args:
@@ -91,7 +91,7 @@ def unroll_chains(
     shape = num_steps, B, config.layer.num_kv_heads, T, config.layer.head_dim
     empty = split_batch(jnp.zeros(shape, state.dtype), axis=1)
 
-    def body(carry: tuple[Array, Streams], step: tuple[Array, Array]):
+    def body(carry: tuple[Array, StreamKeys], step: tuple[Array, Array]):
         (state, streams), (index, specialist) = carry, step
         parts = take_specialist(draft, specialist)
         prediction, new = follow(*parts, config, inputs, index, state, streams, block=block)
@@ -100,7 +100,7 @@ def unroll_chains(
         return (state, _write(streams, new, index)), output
 
     num_layers = 1 + config.num_further if config.is_looped else 1
-    first, steps = (Stream(empty, empty),) * num_layers, _steps(config, num_steps)
+    first, steps = (StepKeys(empty, empty),) * num_layers, _steps(config, num_steps)
     (_, streams), (states, outputs) = lax.scan(body, (state, first), steps)
     return states, streams, outputs
 
@@ -112,10 +112,10 @@ def follow(
     inputs: DraftInputs,
     index: Int[Array, ""],
     state: Float[Array, "B T D"],
-    streams: Streams,
+    streams: StreamKeys,
     *,
     block: int,
-) -> tuple[Float[Array, "B T D"], Streams]:
+) -> tuple[Float[Array, "B T D"], StreamKeys]:
     """Runs one step of all chains.
 
     Args:
@@ -159,17 +159,17 @@ def _follow_layer(
     rotary: tuple[Array, Array],
     index: Array,
     x: Array,
-    stream: Stream,
+    stream: StepKeys,
     *,
     block: int,
-) -> tuple[Array, Stream]:
+) -> tuple[Array, StepKeys]:
     """Runs one layer of a step; returns its rows, and their keys and values.
 
     `rotary` holds the rows' positions and frequencies.
     """
     normed = layer.normed(x)
     q = group_heads(layer.queries(normed, *rotary), config.layer.num_kv_heads)
-    new = Stream(*layer.keys_values(normed, *rotary))
+    new = StepKeys(*layer.keys_values(normed, *rotary))
     stream = _write(stream, new, index)
     of_context = stream.keys[0], stream.values[0], documents, jnp.array(0)
     context = attend_documents(q, *of_context, block=block, window=config.trained_window)
@@ -242,7 +242,7 @@ class Backward(NamedTuple):
 
     parameters: Params
     state: Array
-    streams: Streams
+    streams: StreamKeys
     expected: tuple[Array, Array | None]
 
 
@@ -254,9 +254,9 @@ def _run_step(
     shared: Params,
     specialist: Params,
     state: Array,
-    streams: Streams,
+    streams: StreamKeys,
     expected: tuple[Array, Array | None],
-) -> tuple[tuple[Array, Streams, Array], DraftLosses]:
+) -> tuple[tuple[Array, StreamKeys, Array], DraftLosses]:
     """Runs one step; returns ((fed-back state, keys and values, weighted loss), loss terms)."""
     head = gather_head(shared["head"]["weight"])
     shared, specialist = cast(shared, dtype), cast(specialist, dtype)
@@ -312,7 +312,7 @@ def _first_state(shared: Params, config: DraftConfig, inputs: DraftInputs) -> Ar
     return split_batch(family_of(config).fuse(shared, config, inputs.features))
 
 
-def _add_own_rows(q: Array, stream: Stream, index: Array, context: Attended) -> Array:
+def _add_own_rows(q: Array, stream: StepKeys, index: Array, context: Attended) -> Array:
     """Adds every row's own keys of steps 1 to `index` to a softmax over the context."""
     keys, values = stream.keys, stream.values
     scores = jnp.einsum("BKGTH,RBKTH->RBKGT", q, keys, preferred_element_type=jnp.float32)

@@ -54,11 +54,11 @@ class Versions(NamedTuple):
     lets the compiler use one buffer for all depths.
 
     Attributes:
-      known: versions 0 to d-1 at depth d.
+      older: versions 0 to d-1 at depth d.
       newest: version d.
     """
 
-    known: Array  # [R B T D]
+    older: Array  # [R B T D]
     newest: Array  # [B T D]
 
 
@@ -110,7 +110,7 @@ def unroll(
 
     def body(state: tuple[Versions, Any], step: tuple[Array, Array]):
         (versions, carry), (index, specialist) = state, step
-        older = lax.dynamic_update_index_in_dim(versions.known, versions.newest, index, 0)
+        older = lax.dynamic_update_index_in_dim(versions.older, versions.newest, index, 0)
         prediction, carry, output = visit(Depth(index, specialist, older), carry)
         return (Versions(older, _next_version(prediction, inputs)), carry), output
 

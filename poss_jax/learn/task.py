@@ -68,7 +68,9 @@ def describe_draft(config: SpecialistsConfig, target: LlamaConfig, num_tokens: i
       UserError: the target lacks layers that the draft reads.
     """
     name = config.family or "eagle"
-    fields: dict[str, Any] = {"kv": config.kv} | find_family(name).settle(target, num_tokens)
+    fields: dict[str, Any] = {"kv": config.kv} | find_family(name).default_fields(
+        target, num_tokens
+    )
     layers = config.aux_layers
     if layers is not None and "aux_layers" not in fields:
         raise UserError(

@@ -30,12 +30,12 @@ class Predictions(NamedTuple):
 
     Attributes:
       tokens: most likely token at every depth.
-      wanted: the token it should have been.
+      labels: the token it should have been.
       is_trained: rows that count.
     """
 
     tokens: Any  # [R B T] int32
-    wanted: Any  # [B T] int32
+    labels: Any  # [B T] int32
     is_trained: Any  # [B T] bool
 
 

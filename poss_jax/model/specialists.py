@@ -37,7 +37,7 @@ class Family:
       join_tokens: (params, embeddings) -> the part of x that depends on tokens alone.
       join_features: (params, that part, features) -> x.
       read: (params, config, features) -> rows that the head multiplies.
-      settle: (target's config, number of tokens a draft can propose) -> config fields of a
+      default_fields: (target's config, number of tokens a draft can propose) -> config fields of a
         new draft that the family decides.
       fuse: (params, config, the target's features) -> the state that the first specialist reads.
       feed_back: (params, config, predicted features) -> the state that the next specialist reads.
@@ -55,7 +55,7 @@ class Family:
     join_tokens: Callable[[Params, Array], Array]
     join_features: Callable[[Params, Array, Array], Array]
     read: Callable[[Params, DraftConfig, Array], Array]
-    settle: Callable[[LlamaConfig, int], dict[str, Any]] = lambda target, num_tokens: {}
+    default_fields: Callable[[LlamaConfig, int], dict[str, Any]] = lambda target, num_tokens: {}
     fuse: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, features: features
     feed_back: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, h: h
     pass_through: Callable[[Params], Params] | None = None
@@ -87,7 +87,7 @@ def further_layer(config: DraftConfig) -> DecoderLayer:
     return DecoderLayer(config.layer)
 
 
-def deepen(draft: Params, config: DraftConfig, key: Array) -> Params:
+def add_layers(draft: Params, config: DraftConfig, key: Array) -> Params:
     """Adds the further layers that a draft lacks; they add nothing until they are trained.
 
     Args:
@@ -99,17 +99,17 @@ def deepen(draft: Params, config: DraftConfig, key: Array) -> Params:
     if len(layers) >= config.num_further:
         return draft
     keys = jax.random.split(jax.random.fold_in(key, 1), config.num_further)[len(layers) :]
-    drawn = [silence(init_layer(further_layer(config), layer_key)) for layer_key in keys]
+    drawn = [zero_outputs(init_layer(further_layer(config), layer_key)) for layer_key in keys]
     return draft | {"further": layers + drawn}
 
 
-def silence(specialist: Params) -> Params:
+def zero_outputs(specialist: Params) -> Params:
     """Makes a layer add nothing: its output projections become zero."""
 
-    def zero_outputs(path: tuple[Any, ...], leaf: Array) -> Array:
+    def zero_projection(path: tuple[Any, ...], leaf: Array) -> Array:
         return jnp.zeros_like(leaf) if {"o", "down"} & {step.key for step in path} else leaf
 
-    return jax.tree.map_with_path(zero_outputs, specialist)
+    return jax.tree.map_with_path(zero_projection, specialist)
 
 
 def extend_specialists(draft: Params, num_specialists: int) -> Params:
@@ -153,8 +153,10 @@ def has_shared_keys_values(draft: Params) -> bool:
     )
 
 
-def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None = None) -> Params:
-    """Lends a draft the target's embedding and head, unless the draft has its own.
+def borrow_from_target(
+    draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None = None
+) -> Params:
+    """Adds the target's embedding and head to a draft, unless the draft has its own.
 
     Args:
       draft: its parameters.

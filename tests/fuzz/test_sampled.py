@@ -14,7 +14,7 @@ from test_certain import DRAFT, LLAMA, NUM_NEW, PROMPT_SIZE, TREES, alone, progr
 
 from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import Request, Weights
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import borrow_from_target
 
 V = LLAMA.vocab_size
 compiled = cache(program)
@@ -58,7 +58,7 @@ def test_speculative_equals_autoregressive(shape, seed, sharpness, num_flipped):
     )
     asked = draw_request(np.random.default_rng(seed))
     wanted = alone(Weights(target, {}), asked)
-    output = compiled(shape)(Weights(target, attach(drafted, target)), asked)
+    output = compiled(shape)(Weights(target, borrow_from_target(drafted, target)), asked)
     np.testing.assert_array_equal(output.num_tokens, wanted.num_tokens)
     is_text = np.arange(NUM_NEW)[None] < np.array(wanted.num_tokens)[:, None]
     texts = (np.where(is_text, one.tokens[:, :NUM_NEW], -1) for one in (output, wanted))

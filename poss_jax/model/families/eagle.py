@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from poss_jax.config.models import DraftConfig
 from poss_jax.model.layers import DecoderLayer, layer_rows, linear_rows
 from poss_jax.model.linear import linear
-from poss_jax.model.specialists import Family, deepen, draw_specialists, silence
+from poss_jax.model.specialists import Family, add_layers, draw_specialists, zero_outputs
 from poss_jax.shapes import Array, Float, Params
 
 
@@ -23,7 +23,7 @@ def init(config: DraftConfig, key: Array) -> Params:
     if config.fc_bias:
         fc["bias"] = jnp.zeros(D)
     draft = {"fc": fc, "specialists": draw_specialists(layer, config, keys, width=D)}
-    return deepen(draft, config, key)
+    return add_layers(draft, config, key)
 
 
 def pass_through(draft: Params) -> Params:
@@ -31,7 +31,10 @@ def pass_through(draft: Params) -> Params:
     weight = draft["fc"]["weight"]
     of_tokens = weight[:, : len(weight)]
     fc = draft["fc"] | {"weight": jnp.concatenate([of_tokens, jnp.eye(len(weight))], axis=1)}
-    return draft | {"fc": fc, "specialists": [silence(layer) for layer in draft["specialists"]]}
+    return draft | {
+        "fc": fc,
+        "specialists": [zero_outputs(layer) for layer in draft["specialists"]],
+    }
 
 
 def layer(config: DraftConfig) -> DecoderLayer:

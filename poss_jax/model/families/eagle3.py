@@ -31,7 +31,7 @@ from poss_jax.model.layers import (
     rms_norm,
 )
 from poss_jax.model.linear import linear
-from poss_jax.model.specialists import Family, deepen, draw_specialists
+from poss_jax.model.specialists import Family, add_layers, draw_specialists
 from poss_jax.shapes import Array, Float, Params
 
 _PARTS = ("low", "middle", "high")
@@ -98,7 +98,7 @@ def init(config: DraftConfig, key: Array) -> Params:
         draft["embed"] = {"weight": embedding * 0.02}
     if config.mask_token is not None:
         draft["mask"] = {"weight": jax.random.normal(jax.random.fold_in(key, 9), (1, 1, width))}
-    return deepen(draft, config, key)
+    return add_layers(draft, config, key)
 
 
 def _init_fc_norm(config: DraftConfig, width: int) -> Params:
@@ -189,7 +189,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
+def default_fields(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
     """Sets the layers a new draft for a target reads, and the size of its head.
 
     Takes EAGLE-3's layers, or the last three if the target has fewer than 7.
@@ -226,7 +226,7 @@ EAGLE3 = Family(
     join_tokens=join_tokens,
     join_features=join_features,
     read=read,
-    settle=settle,
+    default_fields=default_fields,
     fuse=fuse,
     feed_back=feed_back,
     is_trained_in_chains=True,

@@ -27,7 +27,7 @@ from poss_jax.model.layers import (
     linear_rows,
     norm_row,
 )
-from poss_jax.model.specialists import Family, deepen, draw_specialists
+from poss_jax.model.specialists import Family, add_layers, draw_specialists
 from poss_jax.shapes import Array, Float, Params
 
 
@@ -66,7 +66,7 @@ def init(config: DraftConfig, key: Array) -> Params:
     keys = jax.random.split(key, config.num_specialists)
     width = 2 * config.layer.hidden_size
     draft = {"specialists": draw_specialists(layer, config, list(keys), width=width)}
-    return deepen(draft, config, key)
+    return add_layers(draft, config, key)
 
 
 def layer(config: DraftConfig) -> Specialist:
@@ -85,7 +85,7 @@ def join(
     return join_features(params, embedded, features)
 
 
-def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
+def default_fields(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
     """Gives every specialist its own keys and values."""
     del target, num_tokens
     return {"kv": "per_specialist"}
@@ -106,5 +106,5 @@ MTP = Family(
     join_tokens=join_tokens,
     join_features=join_features,
     read=read,
-    settle=settle,
+    default_fields=default_fields,
 )
