@@ -247,23 +247,23 @@ def list_jobs(
 ) -> Iterator[tuple[str, Rows]]:
     """Everything to measure, by part, the most telling first."""
     engines = make_engines(llama, args.methods, args.draft_vocabulary)
-    ways, few = list_ways(engines, args.trees), list_ways(engines, args.trees[:1])
+    ways, first_tree = list_ways(engines, args.trees), list_ways(engines, args.trees[:1])
     first, *longer = args.contexts
     for name, engine in ways.items():
         yield "methods", time_rounds(engine, device, {name: first}, args)
-    for name, engine in few.items() if longer else ():
-        rows = {f"{name}, {one} of {longer[-1]}": one for one in args.contexts}
+    for name, engine in first_tree.items() if longer else ():
+        rows = {f"{name}, {context} of {longer[-1]}": context for context in args.contexts}
         yield "methods", time_rounds(engine, device, rows, args)
-    for name, engine in few.items():
+    for name, engine in first_tree.items():
         for context in args.contexts[:2]:
             yield "prefill", time_prefill(f"{name}, {context}", engine, device, context, args)
     for method, engine in engines.items():
         yield "server", time_server(method, engine, args)
-    for name, engine in few.items():
+    for name, engine in first_tree.items():
         for size in args.batch_sizes:
             row = {f"{name}, batch {size}": first}
             yield "methods", time_rounds(engine, device, row, args, batch_size=size)
-    del engines, ways, few, engine
+    del engines, ways, first_tree, engine
     for kind in args.quantise:
         yield "methods", time_quantised(llama, kind, device, args)
     for family in FAMILIES:
@@ -271,14 +271,14 @@ def list_jobs(
             yield "training", time_training(family, llama, args)
 
 
-def describe(part: str, name: str, row: dict[str, Any], before: float | None) -> str:
+def describe(section: str, name: str, row: dict[str, Any], baseline: float | None) -> str:
     """A row as a line."""
-    key, form = PARTS[part]
+    key, form = PARTS[section]
     text = form.format(**row)
     if "compile_seconds" in row:
         text += f", compiled in {row['compile_seconds']:.0f} s"
-    if before is not None:
-        change = row[key] / before
+    if baseline is not None:
+        change = row[key] / baseline
         text += f"; {change:.2f} x the time of --baseline"
         text += "" if 0.97 < change < 1.03 else " (better)" if change < 1 else " (WORSE)"
     return f"{name}: {text}"
@@ -286,14 +286,14 @@ def describe(part: str, name: str, row: dict[str, Any], before: float | None) ->
 
 def read_baselines(files: Sequence[Path], device: str) -> dict[str, dict[str, float]]:
     """What rows of earlier reports on the same kind of device are compared by, by part and name."""
-    known: dict[str, dict[str, float]] = {part: {} for part in PARTS}
+    baselines: dict[str, dict[str, float]] = {section: {} for section in PARTS}
     for file in files:
         report = json.loads(file.read_text())
         if report["roofline"]["device"]["name"] == device:
-            for part, (key, _) in PARTS.items():
-                rows = report.get(part, {})
-                known[part] |= {name: row[key] for name, row in rows.items()}
-    return known
+            for section, (key, _) in PARTS.items():
+                rows = report.get(section, {})
+                baselines[section] |= {name: row[key] for name, row in rows.items()}
+    return baselines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -301,10 +301,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parse(arguments)
     llama, lines, began = _shape(args), [], time.monotonic()
     roofline = measure_roofline()
-    device, known = roofline.device, read_baselines(args.baseline, roofline.device.name)
+    device, baselines = roofline.device, read_baselines(args.baseline, roofline.device.name)
     options = {name: str(value) for name, value in vars(args).items()}
     report: dict[str, Any] = {"roofline": asdict(roofline), "options": options, "failed": []}
-    report |= {"provenance": provenance()} | {part: {} for part in PARTS}
+    report |= {"provenance": provenance()} | {section: {} for section in PARTS}
 
     def table() -> str:
         timed = {name: row for name, row in report["methods"].items() if "costs" in row}
@@ -319,18 +319,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     show(f"{device.name}: {device.bytes_per_second / 1e9:.0f} GB/s, "
          f"{device.flops_per_second / 1e12:.2f} TFLOP/s")  # fmt: skip
-    for part, rows in list_jobs(llama, device, args):
-        if part not in args.only:
+    for section, rows in list_jobs(llama, device, args):
+        if section not in args.only:
             continue
         if time.monotonic() - began > 60 * args.minutes:
             show(f"{args.minutes} minutes are over; --minutes and --only measure the rest")
             break
         try:
             for name, row in rows:
-                report[part][name] = row
-                show(describe(part, name, row, known[part].get(name)))
+                report[section][name] = row
+                show(describe(section, name, row, baselines[section].get(name)))
         except Exception as error:  # such as too little memory for this part
-            report["failed"].append(f"{part}: {type(error).__name__}: {one_line(error)}")
+            report["failed"].append(f"{section}: {type(error).__name__}: {one_line(error)}")
             show(f"failed: {report['failed'][-1]}")
     show_report(report, table(), args.output)
     if report["failed"]:

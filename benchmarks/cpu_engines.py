@@ -45,8 +45,8 @@ def our_engines(alone: Engine) -> dict[str, Answer]:
 
     def answer_with(engine: Engine) -> Answer:
         def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
-            (one,) = engine.generate([prompt], max_new_tokens=num_tokens)
-            return str(one.text), len(one.output_ids)
+            (completion,) = engine.generate([prompt], max_new_tokens=num_tokens)
+            return str(completion.text), len(completion.output_ids)
 
         return answer
 
@@ -65,8 +65,8 @@ def llama_cpp(gguf: Path, num_threads: int) -> Answer:
     def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
         settings = {"temperature": 0, "top_k": 1, "cache_prompt": False}
         body = {"prompt": prompt, "max_tokens": num_tokens} | settings
-        found = server.handle_completions(body)
-        return found["choices"][0]["text"], found["usage"]["completion_tokens"]
+        reply = server.handle_completions(body)
+        return reply["choices"][0]["text"], reply["usage"]["completion_tokens"]
 
     return answer
 
@@ -92,7 +92,7 @@ def transformers_loop(gguf: Path, alone: Engine) -> Answer:
 
 
 def measure(
-    engines: dict[str, Answer], prompts: Sequence[list[int]], most: int, repeats: int
+    engines: dict[str, Answer], prompts: Sequence[list[int]], max_tokens: int, repeats: int
 ) -> dict[str, Any]:
     """Answers all prompts with every engine in turn; the first pass compiles and is not counted.
 
@@ -104,7 +104,7 @@ def measure(
     for number in range(repeats + 1):
         for name, ask in engines.items():
             began = time.perf_counter()
-            answers[name] = [ask(prompt, most) for prompt in prompts]
+            answers[name] = [ask(prompt, max_tokens) for prompt in prompts]
             if number:
                 count = sum(num_tokens for _, num_tokens in answers[name])
                 speeds[name].append(count / (time.perf_counter() - began))
@@ -114,9 +114,9 @@ def measure(
 def format_table(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
     rows = [
-        (name, f"{one['tokens_per_second']:.1f}", f"{one['to_autoregressive']:.2f}",
-         f"{one['equal_to_autoregressive']} of {report['questions']}")
-        for name, one in report["engines"].items()
+        (name, f"{entry['tokens_per_second']:.1f}", f"{entry['to_autoregressive']:.2f}",
+         f"{entry['equal_to_autoregressive']} of {report['questions']}")
+        for name, entry in report["engines"].items()
     ]  # fmt: skip
     head = ["engine", "tokens/s", "times autoregressive", "same answers"]
     return "\n".join(format_rows(head, rows))
@@ -135,8 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = [list(alone.prepare(chat, args.tokens).ids) for chat in chats]
     engines["llama.cpp"] = llama_cpp(gguf, num_threads)
     engines["transformers"] = transformers_loop(gguf, alone)
-    found = measure(engines, prompts, args.tokens, args.repeats)
-    ours, texts = found["tokens_per_second"]["autoregressive"], found["answers"]
+    measured = measure(engines, prompts, args.tokens, args.repeats)
+    ours, texts = measured["tokens_per_second"]["autoregressive"], measured["answers"]
     report = {
         "questions": len(prompts),
         "tokens": args.tokens,
@@ -146,11 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "tokens_per_second": float(np.median(speeds)),
                 "to_autoregressive": float(np.median(np.divide(speeds, ours))),
                 "equal_to_autoregressive": sum(
-                    one[0].strip() == other[0].strip()
-                    for one, other in zip(texts[name], texts["autoregressive"], strict=True)
+                    answer[0].strip() == reference[0].strip()
+                    for answer, reference in zip(texts[name], texts["autoregressive"], strict=True)
                 ),
             }
-            for name, speeds in found["tokens_per_second"].items()
+            for name, speeds in measured["tokens_per_second"].items()
         },
         "provenance": provenance(),
     }

@@ -147,7 +147,7 @@ def random_state(weights: Weights, config: DecodeConfig, request: Request) -> De
     def filled(cache: KVCache) -> KVCache:
         def draw(rows: list[jax.Array]) -> list[jax.Array]:
             keys = jax.random.split(jax.random.key(2), len(rows))
-            return [_draw(key, one.shape, one.dtype) for key, one in zip(keys, rows, strict=True)]
+            return [_draw(key, row.shape, row.dtype) for key, row in zip(keys, rows, strict=True)]
 
         return cache.replace(k=draw(cache.k), v=draw(cache.v))
 

@@ -32,7 +32,7 @@ class GreedySlots(Slots):
     """Slots whose clients never sample, so that half of the rounds need not be compiled."""
 
     def programs(self, size: int) -> list[Program]:
-        return [one for one in super().programs(size) if not one.is_sampled]
+        return [program for program in super().programs(size) if not program.is_sampled]
 
     def rare_programs(self, size: int) -> list[Program]:
         del size
@@ -101,13 +101,15 @@ def ask_all(
             return time.monotonic() - begun
 
     elapsed = asyncio.run(run_all())
-    further = [(one.seconds - one.first) / max(len(one.tokens) - 1, 1) for one in answers]
-    tokens_per_second = sum(len(one.tokens) for one in answers) / elapsed
+    further = [
+        (answer.seconds - answer.first) / max(len(answer.tokens) - 1, 1) for answer in answers
+    ]
+    tokens_per_second = sum(len(answer.tokens) for answer in answers) / elapsed
     return {
         "clients": num_clients,
         "answers": len(answers),
         "tokens_per_second": tokens_per_second,
         "token_milliseconds": 1000 * num_clients / tokens_per_second,
-        "first_token_milliseconds": percentiles([1000 * one.first for one in answers]),
-        "per_token_milliseconds": percentiles([1000 * one for one in further]),
+        "first_token_milliseconds": percentiles([1000 * answer.first for answer in answers]),
+        "per_token_milliseconds": percentiles([1000 * gap for gap in further]),
     }

@@ -118,13 +118,13 @@ def running(words: Sequence[str]) -> Iterator[tuple[int, str]]:
     command, environment = child_python(*words, "--port", "0")
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        found = next(filter(None, map(_ADDRESS.search, process.stderr)))
+        match = next(filter(None, map(_ADDRESS.search, process.stderr)))
         # Drain the rest of its stderr, or a full pipe would block the server.
         threading.Thread(target=list, args=[process.stderr], daemon=True).start()
         try:
-            while not httpx.get(f"{found[1]}/ready").json().get("is_compiled"):
+            while not httpx.get(f"{match[1]}/ready").json().get("is_compiled"):
                 time.sleep(0.5)
-            yield process.pid, found[1]
+            yield process.pid, match[1]
         finally:
             process.terminate()
             process.wait()  # before its stderr is closed
@@ -148,12 +148,12 @@ async def ask(client: httpx.AsyncClient, case: Case, *, leave_after: int | None 
 async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
-        rest = b""
+        buffer = b""
         async for data in response.aiter_raw():
-            *events, rest = (rest + data).split(b"\n\n")
-            for one in events:
-                if one.startswith(b"data: {"):
-                    yield json.loads(one[6:])
+            *events, buffer = (buffer + data).split(b"\n\n")
+            for event in events:
+                if event.startswith(b"data: {"):
+                    yield json.loads(event[6:])
 
 
 def make_client(url: str) -> httpx.AsyncClient:
@@ -195,22 +195,24 @@ async def run_load(
         elapsed = time.monotonic() - began  # with the answers that were begun in time
         freed = await measure_freeing(client, cases, num_clients)
         cached = await read_metric(client, "prefix_cache_hits_total")
-    whole = [answer for answer in answers if answer.is_whole]
+    complete = [answer for answer in answers if answer.is_whole]
     per_token = [
-        (one.seconds - one.first) / (len(one.tokens) - 1) for one in whole if len(one.tokens) > 1
+        (answer.seconds - answer.first) / (len(answer.tokens) - 1)
+        for answer in complete
+        if len(answer.tokens) > 1
     ]
     return {
         "clients": num_clients,
         "answers": len(answers),
-        "left": len(answers) - len(whole),
+        "left": len(answers) - len(complete),
         "wrong": wrong,
         "lost": lost,
-        "crossed": sum(len(one.ids) != 1 for one in answers),
-        "duplicated": len(answers) - len({name for one in answers for name in one.ids}),
+        "crossed": sum(len(answer.ids) != 1 for answer in answers),
+        "duplicated": len(answers) - len({name for answer in answers for name in answer.ids}),
         "cached_tokens": cached,
-        "tokens_per_second": sum(len(one.tokens) for one in answers) / elapsed,
-        "first_token_milliseconds": percentiles([1000 * one.first for one in whole]),
-        "per_token_milliseconds": percentiles([1000 * one for one in per_token]),
+        "tokens_per_second": sum(len(answer.tokens) for answer in answers) / elapsed,
+        "first_token_milliseconds": percentiles([1000 * answer.first for answer in complete]),
+        "per_token_milliseconds": percentiles([1000 * gap for gap in per_token]),
         "freed_milliseconds": freed,
         "memory_mib": {"after_10_s": memory[min(10, len(memory) - 1)], "at_the_end": memory[-1]},
     }
@@ -221,18 +223,18 @@ async def measure_freeing(
 ) -> float:
     """Milliseconds from the moment at which all clients leave until no slot is taken."""
     await asyncio.gather(*(ask(client, case, leave_after=8) for case in cases[:num_clients]))
-    left = time.monotonic()
+    started = time.monotonic()
     while await read_metric(client, "num_requests_running"):
         await asyncio.sleep(0.002)
-    return 1000 * (time.monotonic() - left)
+    return 1000 * (time.monotonic() - started)
 
 
 async def read_metric(client: httpx.AsyncClient, name: str) -> float:
     """Reads one number of /metrics."""
     text = (await client.get("/metrics")).text
-    found = re.search(rf"^poss:{name} (\S+)$", text, re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])
+    match = re.search(rf"^poss:{name} (\S+)$", text, re.MULTILINE)
+    assert match is not None, name
+    return float(match[1])
 
 
 async def ask_whole(client: httpx.AsyncClient, case: Case) -> Answer:
@@ -282,16 +284,16 @@ def measure_throughput(
     """Times the server and the engine, alternating; the first pass is not counted."""
     rows = []
     for size in args.sizes:
-        few = cases[: max(4 * size, 8)]
-        runs: dict[str, Callable[[], float]] = {"engine": partial(run_engine, engine, few, size)}
+        subset = cases[: max(4 * size, 8)]
+        runs: dict[str, Callable[[], float]] = {"engine": partial(run_engine, engine, subset, size)}
         for name, ask_one in (("streamed", ask), ("whole", ask_whole)):
-            runs[name] = partial(run_server, url, ask_one, few, size)
+            runs[name] = partial(run_server, url, ask_one, subset, size)
         passes = tqdm(range(1 + args.repeats), desc=f"{size} clients", unit="pass")
         speeds = [{name: run() for name, run in runs.items()} for _ in passes][1:]
         row: dict[str, Any] = {"clients": size}
-        row |= {name: float(np.median([one[name] for one in speeds])) for name in runs}
+        row |= {name: float(np.median([speed[name] for speed in speeds])) for name in runs}
         for name in runs:
-            ratios = [one[name] / one["engine"] for one in speeds]
+            ratios = [speed[name] / speed["engine"] for speed in speeds]
             row[f"{name}_to_engine"] = float(np.median(ratios))
         rows.append(row)
     return rows

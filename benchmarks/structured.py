@@ -41,11 +41,11 @@ class Asked(NamedTuple):
     cpu_seconds: float
 
 
-def ask(engine: Engine, schema: Schema, most: int, *, is_guided: bool) -> Asked:
+def ask(engine: Engine, schema: Schema, max_tokens: int, *, is_guided: bool) -> Asked:
     """Asks for an example of a schema."""
     messages = [{"role": "user", "content": _QUESTION + json.dumps(schema)}]
     grammar = Grammar.json_schema(schema) if is_guided else None
-    prompt = engine.prepare(messages, most, max_length=_MAX_LENGTH, grammar=grammar)
+    prompt = engine.prepare(messages, max_tokens, max_length=_MAX_LENGTH, grammar=grammar)
     answer, clocks = None, list[tuple[float, float]]()
     for chunk in engine.decode_rounds(prompt):  # the first one has the first token
         answer = chunk.answer
@@ -66,18 +66,18 @@ def is_valid(text: str, schema: Schema) -> bool:
 
 def summarise(asked: Sequence[Asked]) -> dict[str, Any]:
     """Counts answers, and averages rounds; the first answers compile, so times are medians."""
-    accepted = [count for one in asked for count in one.answer.accepted_per_round]
-    finished = [one for one in asked if one.answer.stop_reason == "stop"]
-    counted = [(one, len(one.answer.accepted_per_round)) for one in asked]
-    counted = [(one, num_rounds) for one, num_rounds in counted if num_rounds]
+    accepted = [count for answer in asked for count in answer.answer.accepted_per_round]
+    finished = [answer for answer in asked if answer.answer.stop_reason == "stop"]
+    counted = [(answer, len(answer.answer.accepted_per_round)) for answer in asked]
+    counted = [(answer, num_rounds) for answer, num_rounds in counted if num_rounds]
     return {
         "answers": len(asked),
         "finished": len(finished),
-        "valid": sum(is_valid(str(one.answer.text), one.schema) for one in finished),
-        "tokens": sum(len(one.answer.output_ids) for one in asked),
+        "valid": sum(is_valid(str(answer.answer.text), answer.schema) for answer in finished),
+        "tokens": sum(len(answer.answer.output_ids) for answer in asked),
         "acceptance_length": 1 + sum(accepted) / max(len(accepted), 1),
-        "milliseconds": 1000 * median(one.seconds / count for one, count in counted),
-        "cpu_milliseconds": 1000 * median(one.cpu_seconds / count for one, count in counted),
+        "milliseconds": 1000 * median(answer.seconds / count for answer, count in counted),
+        "cpu_milliseconds": 1000 * median(answer.cpu_seconds / count for answer, count in counted),
     }
 
 
@@ -85,9 +85,9 @@ def format_table(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
     columns = ("answers", "finished", "valid", "tokens")
     rows = [
-        (name, *(str(one[column]) for column in columns), f"{one['acceptance_length']:.2f}",
-         f"{one['milliseconds']:.1f}", f"{one['cpu_milliseconds']:.1f}")
-        for name, one in report["runs"].items()
+        (name, *(str(run[column]) for column in columns), f"{run['acceptance_length']:.2f}",
+         f"{run['milliseconds']:.1f}", f"{run['cpu_milliseconds']:.1f}")
+        for name, run in report["runs"].items()
     ]  # fmt: skip
     heads = "", *columns, "tokens per round", "ms per round", "CPU ms per round"
     table = format_rows(heads, rows)
@@ -109,9 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs["grammar"].append(guided)
         runs["no grammar"].append(ask(engine, schema, args.tokens, is_guided=False))
         if index < args.alone:
-            other = ask(alone, schema, args.tokens, is_guided=True)
-            runs["grammar, no draft"].append(other)
-            num_equal += other.answer.output_ids == guided.answer.output_ids
+            unassisted = ask(alone, schema, args.tokens, is_guided=True)
+            runs["grammar, no draft"].append(unassisted)
+            num_equal += unassisted.answer.output_ids == guided.answer.output_ids
     report = {
         "runs": {name: summarise(answers) for name, answers in runs.items()},
         "equal": num_equal,

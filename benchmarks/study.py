@@ -94,10 +94,10 @@ class StudyConfig:
             raise ValueError("want variants and seeds")
         if self.trees and self.bench is None:
             raise ValueError("trees: want a bench, too, with the questions")
-        most = len(self.seeds)
-        baseline, *others = (one.get("num_seeds", most) for one in self.variants.values())
-        if baseline != most or not all(number in range(1, most + 1) for number in others):
-            raise ValueError(f"num_seeds: want 1 to {most}, and none for the baseline")
+        limit = len(self.seeds)
+        baseline, *counts = (variant.get("num_seeds", limit) for variant in self.variants.values())
+        if baseline != limit or not all(number in range(1, limit + 1) for number in counts):
+            raise ValueError(f"num_seeds: want 1 to {limit}, and none for the baseline")
         if unknown := {name for pair in self.pairs for name in pair} - set(self.variants):
             raise ValueError(f"pairs: want names of variants, got {', '.join(sorted(unknown))}")
 
@@ -162,7 +162,7 @@ def train_all(config: StudyConfig, runs: Sequence[Run], num_jobs: int) -> None:
         for run in runs:
             train(config, run)
         return
-    for width in {one["widen"] for one in config.variants.values() if "widen" in one}:
+    for width in {variant["widen"] for variant in config.variants.values() if "widen" in variant}:
         widen(config, width)  # once, before the runs that continue it
     with ThreadPoolExecutor(num_jobs) as pool:
         futures = [pool.submit(train, config, run, is_alone=False) for run in runs]
@@ -207,12 +207,12 @@ def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
         raise UserError(f"training of {run.name} failed; {where}")
 
 
-def _refuse_other_config(run: Run, folder: Path, wanted: TrainConfig) -> None:
+def _refuse_other_config(run: Run, folder: Path, config: TrainConfig) -> None:
     """Refuses a complete run of another config; its folder and a widened start may differ."""
     free = ["output", "init_draft"]
-    if wanted.num_tokens is None:
+    if config.num_tokens is None:
         free += ["num_tokens", "num_epochs"]  # as there were rows
-    changed = changed_settings(saved_config(folder) or {}, wanted)
+    changed = changed_settings(saved_config(folder) or {}, config)
     if different := [line for line in changed if line.partition(":")[0] not in free]:
         raise UserError(f"{folder} holds a run with another config ({different[0]}); move it away")
 
@@ -221,8 +221,8 @@ def words_of(config: StudyConfig, run: Run) -> list[str]:
     """Overrides of `start` by which the training program makes a run."""
     values = {"output": str(folder_of(config, run)), "seed": run.seed}
     values |= config.variants[run.variant]
-    own = "num_seeds", "widen"
-    return [f"{key}={json.dumps(value)}" for key, value in values.items() if key not in own]
+    study_keys = "num_seeds", "widen"
+    return [f"{key}={json.dumps(value)}" for key, value in values.items() if key not in study_keys]
 
 
 def share_rows(config: StudyConfig, new: TrainConfig) -> None:
@@ -313,19 +313,24 @@ def compare_held_out(
             "feature_cosine": np.mean(cosines, axis=0).tolist() if cosines else [],
         }
 
-    def difference(variant: str, other: str) -> dict[str, Any]:
+    def difference(variant: str, reference: str) -> dict[str, Any]:
         if not batches:
-            mean, its = (variants[one]["acceptance_length"]["value"] for one in (variant, other))
+            mean, its = (
+                variants[name]["acceptance_length"]["value"] for name in (variant, reference)
+            )
             return {"difference": _without_interval(mean - its), "p_value": None}
-        seeds = {*config.seeds_of(variant)} & {*config.seeds_of(other)}
+        seeds = {*config.seeds_of(variant)} & {*config.seeds_of(reference)}
 
         def of(name: str, number: Callable[[dict[str, Any]], float]) -> np.ndarray:
             runs = [batches[Run(name, seed)] for seed in sorted(seeds)]
-            return np.array([[number(batch) for batch in one] for one in runs]).T
+            return np.array([[number(batch) for batch in run] for run in runs]).T
 
         length, first = (
-            compare(*(of(name, number) for name in (other, variant)))
-            for number in (lambda one: one[SIMULATED], lambda one: one["cumulative_acceptance"][0])
+            compare(*(of(name, number) for name in (reference, variant)))
+            for number in (
+                lambda batch: batch[SIMULATED],
+                lambda batch: batch["cumulative_acceptance"][0],
+            )
         )
         return length | {"first_position": first}
 
@@ -341,13 +346,13 @@ def compare_pairs(
 ) -> dict[str, Any]:
     """Compares every variant with the baseline, and the pairs of the config."""
 
-    def compared(variant: str, other: str) -> dict[str, Any]:
-        p_value = compare_seeds(*(variants[name]["of_seeds"] for name in (variant, other)))
-        return difference(variant, other) | {"p_over_seeds": p_value}
+    def compared(variant: str, reference: str) -> dict[str, Any]:
+        p_value = compare_seeds(*(variants[name]["of_seeds"] for name in (variant, reference)))
+        return difference(variant, reference) | {"p_over_seeds": p_value}
 
     baseline = next(iter(variants))
     return {
-        "variants": {name: one | compared(name, baseline) for name, one in variants.items()},
+        "variants": {name: entry | compared(name, baseline) for name, entry in variants.items()},
         "pairs": [{"pair": list(pair), **compared(*pair)} for pair in config.pairs],
     }
 
@@ -364,15 +369,15 @@ def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dic
         reports[variant], some = bench(replace(settings, drafts=folders))
         answers += some
         jax.clear_caches()  # the programs of many variants are more than a process may map
-    methods = {name: one for report in reports.values() for name, one in report["methods"].items()}
-    rounds = {name: one["phase_milliseconds"].get("round") for name, one in methods.items()}
+    methods = {name: row for report in reports.values() for name, row in report["methods"].items()}
+    rounds = {name: row["phase_milliseconds"].get("round") for name, row in methods.items()}
     round_milliseconds = {
         variant: float(np.median([rounds[run.name] for run in runs if run.variant == variant]))
         for variant in (config.variants if config.phases else [])
     }
     for groups in zip(*(report["groups"] for report in reports.values()), strict=True):
         joined = groups[0] | {
-            "methods": {name: one for group in groups for name, one in group["methods"].items()},
+            "methods": {name: row for group in groups for name, row in group["methods"].items()},
             "looping_questions": {i for group in groups for i in group["looping_questions"]},
         }
         row = compare_variants(config, runs, joined, answers, settings.repeats)
@@ -399,23 +404,23 @@ def compare_variants(
         lengths[run.variant].append(np.nan_to_num(grid.acceptance_lengths(), nan=1.0).mean(axis=1))
         numbers = group["methods"][run.name].get("not_looping", group["methods"][run.name]["all"])
         positions[run.variant].append(numbers["positionwise_acceptance"]["value"])
-    arrays = {variant: np.stack(few, axis=1) for variant, few in lengths.items()}
+    arrays = {variant: np.stack(columns, axis=1) for variant, columns in lengths.items()}
 
-    def difference(variant: str, other: str) -> dict[str, Any]:
-        num_seeds = min(arrays[variant].shape[1], arrays[other].shape[1])
-        return compare(arrays[other][:, :num_seeds], arrays[variant][:, :num_seeds])
+    def difference(variant: str, reference: str) -> dict[str, Any]:
+        num_seeds = min(arrays[variant].shape[1], arrays[reference].shape[1])
+        return compare(arrays[reference][:, :num_seeds], arrays[variant][:, :num_seeds])
 
     variants = {}
     for variant, of_seeds in arrays.items():  # [questions seeds]
         shortest = min(map(len, positions[variant]))
-        shares = [np.array(one[:shortest], float) for one in positions[variant]]
+        shares = [np.array(numbers[:shortest], float) for numbers in positions[variant]]
         variants[variant] = {
             "acceptance_length": estimate_mean(of_seeds.mean(axis=1)),
             "of_seeds": of_seeds.mean(axis=0).tolist(),
             "positionwise_acceptance": np.mean(shares, axis=0).tolist(),
         }
-    about = {"set": group["set"], "temperature": group["temperature"], "questions": len(kept)}
-    return about | compare_pairs(config, variants, difference)
+    heading = {"set": group["set"], "temperature": group["temperature"], "questions": len(kept)}
+    return heading | compare_pairs(config, variants, difference)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -42,32 +42,32 @@ def format_study(report: dict[str, Any]) -> str:
 
 def format_row(row: dict[str, Any]) -> list[str]:
     """Writes the tables of one comparison: its variants, and its pairs."""
-    most = {
-        name: max(len(one.get(key, ())) for one in row["variants"].values())
+    widths = {
+        name: max(len(entry.get(key, ())) for entry in row["variants"].values())
         for name, key in DEPTHS.items()
     }
     tests = ["difference", "p", "p over seeds", "at pos 1", "p at pos 1"]
     rounds = row.get("round_milliseconds", {})
     head = ["variant", "seeds", "acceptance length", "seeds apart", *tests, "round ms"]
-    head += [f"{name} {depth}" for name, count in most.items() for depth in range(1, count + 1)]
+    head += [f"{name} {depth}" for name, count in widths.items() for depth in range(1, count + 1)]
     table = []
-    for variant, one in row["variants"].items():
-        of_seeds = one["of_seeds"]
+    for variant, entry in row["variants"].items():
+        of_seeds = entry["of_seeds"]
         cells = [
             variant,
             str(len(of_seeds)),
-            format_estimate(one["acceptance_length"], digits=3),
+            format_estimate(entry["acceptance_length"], digits=3),
             f"{max(of_seeds) - min(of_seeds):.3f}" if len(of_seeds) > 1 else "",
-            *format_difference(one),
+            *format_difference(entry),
             f"{rounds[variant]:.2f}" if rounds else "",
         ]
         for name, key in DEPTHS.items():
             form = ".1%" if name == "pos" else ".3f"
-            known = [f"{number:{form}}" for number in one.get(key, ())]
-            cells += known + [""] * (most[name] - len(known))
+            shown = [f"{number:{form}}" for number in entry.get(key, ())]
+            cells += shown + [""] * (widths[name] - len(shown))
         table.append(cells)
     lines = ["", *_format_filled(head, table)]
-    pairs = [(" less ".join(one["pair"]), *format_difference(one)) for one in row["pairs"]]
+    pairs = [(" less ".join(entry["pair"]), *format_difference(entry)) for entry in row["pairs"]]
     return lines + (["", *_format_filled(["pair", *tests], pairs)] if pairs else [])
 
 
@@ -118,19 +118,19 @@ Curves = list[tuple[str, list[tuple[float, float]]]]
 
 
 def _by_depth(row: dict[str, Any], key: str) -> Curves:
-    known = {name: one[key] for name, one in row["variants"].items() if one[key]}
-    return [(name, list(enumerate(numbers, 1))) for name, numbers in known.items()]
+    curves = {name: entry[key] for name, entry in row["variants"].items() if entry[key]}
+    return [(name, list(enumerate(numbers, 1))) for name, numbers in curves.items()]
 
 
 def _styles(report: dict[str, Any]) -> dict[str, Any]:
     """A colour for each variant; variants with fewer seeds are dotted."""
     from matplotlib import pyplot
 
-    most, palette = len(report["seeds"]), pyplot.get_cmap("tab20")
+    num_seeds, palette = len(report["seeds"]), pyplot.get_cmap("tab20")
     return {
         name: {"color": palette(index % 20)}
-        | ({"ls": ":"} if len(one["of_seeds"]) < most else {"marker": ".", "ms": 9})
-        for index, (name, one) in enumerate(report["held_out"]["variants"].items())
+        | ({"ls": ":"} if len(entry["of_seeds"]) < num_seeds else {"marker": ".", "ms": 9})
+        for index, (name, entry) in enumerate(report["held_out"]["variants"].items())
     }
 
 

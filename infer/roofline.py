@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         roofline = measure_roofline()
     decoders = load_decoders(config)
     prompt = first_prompts(read_questions(config, decoders[0].engine))[0]
-    methods = {one.name: measure_card(one.engine, prompt, roofline.device) for one in decoders}
+    methods = {d.name: measure_card(d.engine, prompt, roofline.device) for d in decoders}
     report = {"prompt_tokens": len(prompt.ids), "roofline": asdict(roofline), "methods": methods}
     print(format_card(report, show_rows))
     print_summary(with_provenance(report, config), "")

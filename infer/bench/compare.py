@@ -77,15 +77,15 @@ def bench(
     journal = Journal(folder, settings_of(config, decoders, sets), from_scratch=from_scratch)
     keys = [
         Key(cell, repeat, decoder.name, index)
-        for cell, few in dialogues.items()
+        for cell, asked in dialogues.items()
         for repeat in range(config.repeats)
-        for number, batch in enumerate(_batches(range(len(few)), config.batch_size))
+        for number, batch in enumerate(_batches(range(len(asked)), config.batch_size))
         for decoder in (*decoders[number % len(decoders) :], *decoders[: number % len(decoders)])
         for index in batch
     ]
-    known = journal.methods.keys() - {key.method for key in journal.missing(keys)}
-    every = [one for few in dialogues.values() for one in few]
-    for decoder in tqdm([one for one in decoders if one.name not in known], desc="compile"):
+    described = journal.methods.keys() - {key.method for key in journal.missing(keys)}
+    every = [dialogue for asked in dialogues.values() for dialogue in asked]
+    for decoder in tqdm([d for d in decoders if d.name not in described], desc="compile"):
         decoder.compile(every, batch_size=config.batch_size)
     by_depth = {"drift": study(config.by_depth)} if config.drift else {}
     _answer_missing(config, keys, decoders, sets, dialogues, journal)
@@ -126,7 +126,7 @@ def settings_of(
     folders[AUTOREGRESSIVE] = config.target
     of_process = provenance()
     return settings | {
-        "sets": {name: _digest(list(map(asdict, few))) for name, few in sets.items()},
+        "sets": {name: _digest(list(map(asdict, questions))) for name, questions in sets.items()},
         "weights": {name: read_record(folder).weights_sha256 for name, folder in folders.items()},
         "trees": {decoder.name: str(decoder.engine.trees) for decoder in decoders},
         "draft_vocabularies": {decoder.name: _digest(_vocabulary(decoder)) for decoder in decoders},
@@ -172,9 +172,9 @@ def _answer_missing(
             batch = list(group)
             asked = [dialogues[cell][key.question] for key in batch]
             timed = play(engines[method], asked, batch_size=config.batch_size)
-            for key, few in zip(batch, timed, strict=True):
+            for key, timed_turns in zip(batch, timed, strict=True):
                 question = sets[cell.set][key.question]
-                turns = [make_turn(*one) for one in few]
+                turns = [make_turn(*turn) for turn in timed_turns]
                 journal.add(Answer(key, question.id, question.category, turns))
             progress.update(len(batch))
 
@@ -190,18 +190,18 @@ def _summarise(
     for (name, temperature), group in groupby(dialogues, lambda cell: cell[:2]):
         cells = list(group)
         sizes = {"repeats": config.repeats, "num_questions": len(dialogues[cells[0]])}
-        grids = {one.name: make_grid(journal.answers, cells, one.name, **sizes) for one in decoders}
+        grids = {d.name: make_grid(journal.answers, cells, d.name, **sizes) for d in decoders}
         shown = {
             decoder.name: journal.answers[Key(cells[0], 0, decoder.name, 0)]
             for decoder in decoders[1:]
         }
-        about = {
+        heading = {
             "set": name,
             "temperature": temperature,
             "seeds": [cell.seed for cell in cells],
             "example": show_example(engine, dialogues[cells[0]][0].prompt, shown),
         }
-        yield about | summarise_group(grids, AUTOREGRESSIVE)
+        yield heading | summarise_group(grids, AUTOREGRESSIVE)
 
 
 def _describe_methods(
@@ -223,7 +223,7 @@ def _describe_methods(
             if roofline is not None:
                 numbers |= measure_card(decoder.engine, prompt, roofline.device)
             journal.describe(decoder.name, numbers)
-    about: dict[str, Any] = {
+    report: dict[str, Any] = {
         "device": device_name(),
         "methods": {
             decoder.name: {"tree": _tree_of(decoder), "drafting": decoder.engine.drafting}
@@ -233,9 +233,9 @@ def _describe_methods(
         },
     }
     if roofline is None:
-        return about
+        return report
     steps = measure_steps(decoders[0].engine, prompt, roofline.device)
-    return about | {"autoregressive_step_milliseconds": steps, "roofline": asdict(roofline)}
+    return report | {"autoregressive_step_milliseconds": steps, "roofline": asdict(roofline)}
 
 
 def _reduced_head(engine: Engine) -> dict[str, float]:

@@ -62,8 +62,8 @@ class Cost:
     bytes: float = 0.0
     flops: float = 0.0
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+    def __add__(self, cost: "Cost") -> "Cost":
+        return Cost(self.bytes + cost.bytes, self.flops + cost.flops)
 
     def __truediv__(self, parts: int) -> "Cost":
         return Cost(self.bytes / parts, self.flops / parts)
@@ -138,27 +138,27 @@ def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
     levels = range(work.tree.depth if work.draft else 0)
     phases = {f"draft/level{depth}": draft_level(work, depth) for depth in levels}
     drafting = {"draft": add_costs(phases.values())} if work.draft else {}
-    rest = {"verify": verify(work), "accept": accept(work), "commit": commit(work)}
-    whole = add_costs([*phases.values(), *rest.values()])
-    return {"prefill": prefill(work, prompt_tokens), **phases, **drafting, **rest, "round": whole}
+    later = {"verify": verify(work), "accept": accept(work), "commit": commit(work)}
+    total = add_costs([*phases.values(), *later.values()])
+    return {"prefill": prefill(work, prompt_tokens), **phases, **drafting, **later, "round": total}
 
 
 def saved_by_vocabulary(work: Workload) -> float:
     """Share of a round's bytes that is saved if the draft proposes only `FEW_TOKENS`."""
-    whole, part = (
+    full, reduced = (
         cost_card(replace(work, draft_vocabulary=size), prompt_tokens=1)["round"].bytes
         for size in (work.draft_vocabulary, FEW_TOKENS)
     )
-    return 1 - part / whole
+    return 1 - reduced / full
 
 
 def floors(card: dict[str, Cost], device: Device) -> dict[str, float]:
     """Least milliseconds of every phase of a card; `draft` and `round` add up their parts."""
-    least = {name: cost.milliseconds(device) for name, cost in card.items()}
-    levels = [least[name] for name in card if name.startswith("draft/")]
-    least |= {"draft": sum(levels)} if levels else {}
-    parts = [least[name] for name in ("draft", "verify", "accept", "commit") if name in least]
-    return least | {"round": sum(parts)}
+    floor = {name: cost.milliseconds(device) for name, cost in card.items()}
+    levels = [floor[name] for name in card if name.startswith("draft/")]
+    floor |= {"draft": sum(levels)} if levels else {}
+    parts = [floor[name] for name in ("draft", "verify", "accept", "commit") if name in floor]
+    return floor | {"round": sum(parts)}
 
 
 def num_parts(mesh: Mesh | None) -> int:

@@ -128,13 +128,13 @@ class Journal:
                 (folder / name).unlink(missing_ok=True)
             _write_json(folder / SETTINGS, settings)
             return
-        known = _read_json(folder / SETTINGS, "give --overwrite to start from scratch")
+        saved = _read_json(folder / SETTINGS, "give --overwrite to start from scratch")
         self.answers = {answer.key: answer for answer in _read_whole_lines(folder / ANSWERS)}
         if (folder / METHODS).is_file():
             advice = "remove it, and the methods are measured again"
             self.methods = _read_json(folder / METHODS, advice)
         measured = {name for key in self.answers for name in (key.method, key.cell.set)}
-        settings = _join_settings(folder, known, settings, {*measured, *self.methods})
+        settings = _join_settings(folder, saved, settings, {*measured, *self.methods})
         _write_json(folder / SETTINGS, settings)
 
     def add(self, answer: Answer) -> None:
@@ -161,26 +161,26 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _join_settings(
-    folder: Path, known: dict[str, Any], settings: dict[str, Any], measured: set[str]
+    folder: Path, saved: dict[str, Any], settings: dict[str, Any], measured: set[str]
 ) -> dict[str, Any]:
     """Adds new names, and refuses changes to names that were measured."""
     for key in _BY_NAME & settings.keys():
-        old = known.get(key, {})
-        known[key] = {name: value for name, value in old.items() if name in measured}
-    wanted = json.loads(json.dumps(settings))
-    names = sorted({*known, *wanted})
-    if differing := [name for name in names if _differ(known.get(name), wanted.get(name))]:
+        old = saved.get(key, {})
+        saved[key] = {name: value for name, value in old.items() if name in measured}
+    current = json.loads(json.dumps(settings))
+    names = sorted({*saved, *current})
+    if differing := [name for name in names if _differ(saved.get(name), current.get(name))]:
         raise UserError(
             f"output {folder} holds a benchmark of other settings ({', '.join(differing)}); name "
             "another folder, or give --overwrite to start from scratch"
         )
-    return {key: known[key] | new if isinstance(new, dict) else new for key, new in wanted.items()}
+    return {key: saved[key] | new if isinstance(new, dict) else new for key, new in current.items()}
 
 
-def _differ(known: Any, wanted: Any) -> bool:
-    if isinstance(known, dict) and isinstance(wanted, dict):
-        return any(known[name] != wanted[name] for name in known.keys() & wanted.keys())
-    return known != wanted
+def _differ(saved: Any, current: Any) -> bool:
+    if isinstance(saved, dict) and isinstance(current, dict):
+        return any(saved[name] != current[name] for name in saved.keys() & current.keys())
+    return saved != current
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -198,9 +198,9 @@ def _read_whole_lines(path: Path) -> Iterator[Answer]:
     if not path.is_file():
         return
     data = path.read_bytes()
-    if len(whole := data[: data.rfind(b"\n") + 1]) < len(data):
-        path.write_bytes(whole)
-    for number, line in enumerate(whole.splitlines(), start=1):
+    if len(complete := data[: data.rfind(b"\n") + 1]) < len(data):
+        path.write_bytes(complete)
+    for number, line in enumerate(complete.splitlines(), start=1):
         try:
             yield _ANSWER.validate_json(line)
         except ValidationError as error:
@@ -230,11 +230,11 @@ def write_answer_files(answers: Sequence[Answer], folder: Path) -> None:
     for layout, count in (("eagle", _count_for_eagle), ("spec-bench", _count_for_spec_bench)):
         for earlier in (folder / layout).glob("*/model_answer/*.jsonl"):
             earlier.unlink()
-        for (name, model), few in files.items():
+        for (name, model), group in files.items():
             path = folder / layout / name / "model_answer" / f"{model}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            few.sort(key=lambda one: one.key.question)
-            lines = [json.dumps(_lay_out(one, model, count(one))) for one in few]
+            group.sort(key=lambda answer: answer.key.question)
+            lines = [json.dumps(_lay_out(answer, model, count(answer))) for answer in group]
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -53,7 +53,7 @@ class Decoder:
 
         Times the first prompt's first token before that (cold) and after it (warm).
         """
-        first = next(one.prompt for one in dialogues if one.prompt is not None)
+        first = next(dialogue.prompt for dialogue in dialogues if dialogue.prompt is not None)
         started = time.monotonic()
         cold = time_first_token(self.engine, first)
         compiled = set()
@@ -235,20 +235,20 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dic
     num_steps = max(prompt.max_new_tokens, 32) - 1  # so that there are steps
     config, request = engine.request([PreparedPrompt(prompt.ids, num_steps + 1)])
     request = request.replace(stop_ids=jnp.full_like(request.stop_ids, -1))
-    given = engine.weights, config, request, start(engine.weights, config, request)
-    programs = {run: partial(run, *given) for run in (_plain_steps, _loop)}
+    arguments = engine.weights, config, request, start(engine.weights, config, request)
+    programs = {run: partial(run, *arguments) for run in (_plain_steps, _loop)}
     seconds = time_in_turn(programs, _STEP_CALLS)
-    plain, whole = (1000 * np.median(calls) / num_steps for calls in seconds.values())
+    plain, loop = (1000 * np.median(calls) / num_steps for calls in seconds.values())
     ratio = np.median(seconds[_loop] / seconds[_plain_steps])
     context = len(prompt.ids) + num_steps // 2
     work = describe_workload(engine.weights, config, batch=1, context=context)
     floor = (decode(work) / num_parts(config.mesh)).milliseconds(device)
     return {
         "plain": float(plain),
-        "loop": float(whole),
+        "loop": float(loop),
         "loop_to_plain": float(ratio),
         "floor": floor,
-        "floor_to_loop": floor / float(whole),
+        "floor_to_loop": floor / float(loop),
     }
 
 

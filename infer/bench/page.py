@@ -28,7 +28,9 @@ def write_page(report: dict[str, Any], path: Path) -> None:
     colours = dict(zip(report["methods"], cycle(COLOURS), strict=False))
     drift = report.get("drift", {}).get("drafts")
     answers = [group["example"].get("answers", {}) for group in report["groups"]]
-    depths = [depth for one in answers for pieces in one.values() for _, depth in pieces]
+    depths = [
+        depth for by_method in answers for pieces in by_method.values() for _, depth in pieces
+    ]
     page = template.render(
         report=report,
         said=describe(report),
@@ -57,19 +59,19 @@ def _reach(report: dict[str, Any]) -> float:
     """The largest speed-up of a group, or the end of its interval."""
     methods = [method for group in report["groups"] for method in group["methods"].values()]
     numbers = [method["all"]["speed_up"] for method in methods]
-    return max(one["high"] or one["value"] or 1 for one in numbers)
+    return max(speed_up["high"] or speed_up["value"] or 1 for speed_up in numbers)
 
 
-def _number(value: float, *others: float | None) -> str:
+def _number(value: float, *neighbours: float | None) -> str:
     """Formats a number with about three digits, and as many decimals as others next to it need."""
-    largest = max(abs(one) for one in (value, *others) if one is not None)
+    largest = max(abs(number) for number in (value, *neighbours) if number is not None)
     decimals = sum(largest < bound for bound in (1, 10, 100))
     return f"{round(value, decimals) + 0.0:,.{decimals}f}"  # no -0.00
 
 
 def _draw_group(group: dict[str, Any], baseline: str, colours: dict[str, str]) -> list[Markup]:
-    part = {name: rows.get("not_looping", rows["all"]) for name, rows in group["methods"].items()}
-    drafts = {name: rows for name, rows in part.items() if name != baseline}
+    shown = {name: rows.get("not_looping", rows["all"]) for name, rows in group["methods"].items()}
+    drafts = {name: rows for name, rows in shown.items() if name != baseline}
     return [
         _draw("Acceptance by position", _positions, drafts, colours),
         _draw("Accepted drafted tokens per round", _rounds, drafts, colours),
@@ -115,8 +117,8 @@ def _describe_axes(axes: Any) -> str:
     series = [(line.get_label(), line.get_ydata()) for line in axes.get_lines()]
     series += [(bars.get_label(), bars.datavalues) for bars in axes.containers]
     numbers = (
-        f"{name}: {', '.join(_number(one) for one in few if np.isfinite(one))}"
-        for name, few in series
+        f"{name}: {', '.join(_number(value) for value in values if np.isfinite(value))}"
+        for name, values in series
     )
     labels = " by ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
     return f"{labels}. {'; '.join(numbers)}"
@@ -130,9 +132,9 @@ def _positions(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> No
 
 def _rounds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
     width = 0.8 / max(len(drafts), 1)
-    for place, (name, rows) in enumerate(drafts.items()):
+    for index, (name, rows) in enumerate(drafts.items()):
         counts = rows["rounds_by_accepted"] or [0]
-        at = [accepted - 0.4 + (place + 0.5) * width for accepted in range(len(counts))]
+        at = [accepted - 0.4 + (index + 0.5) * width for accepted in range(len(counts))]
         shares = [count / max(sum(counts), 1) for count in counts]
         axes.bar(at, shares, width, label=name, color=colours[name])
     axes.set(xlabel="accepted drafted tokens", ylabel="share of rounds")
@@ -140,10 +142,10 @@ def _rounds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
 
 def _phases(axes: Any, report: dict[str, Any]) -> None:
     methods = report["methods"]
-    left = [0.0] * len(methods)
-    for part, colour in zip(PARTS, COLOURS, strict=False):
-        times = [entry["phase_milliseconds"].get(part, 0.0) for entry in methods.values()]
-        axes.barh(list(methods), times, left=left, label=part, color=colour)
-        left = [a + b for a, b in zip(left, times, strict=True)]
+    starts = [0.0] * len(methods)
+    for phase, colour in zip(PARTS, COLOURS, strict=False):
+        times = [entry["phase_milliseconds"].get(phase, 0.0) for entry in methods.values()]
+        axes.barh(list(methods), times, left=starts, label=phase, color=colour)
+        starts = [a + b for a, b in zip(starts, times, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="milliseconds per round")

@@ -90,13 +90,13 @@ class Batch:
         return self._out
 
     def accept(self) -> Acceptance:
-        given = self.weights, self.config, self.request, self.state, self._tree
-        self._acceptance = accept(*given, self._out.logits)
+        inputs = self.weights, self.config, self.request, self.state, self._tree
+        self._acceptance = accept(*inputs, self._out.logits)
         return self._acceptance
 
     def commit(self) -> DecodeState:
-        given = self.weights, self.config, self.request, self.state
-        self.state = commit(*given, self._out, self._acceptance)
+        inputs = self.weights, self.config, self.request, self.state
+        self.state = commit(*inputs, self._out, self._acceptance)
         return self.state
 
     def round(self) -> DecodeState:
@@ -149,9 +149,9 @@ def measure_phases(
     medians = {name: 1000 * float(np.median(calls)) for name, calls in seconds.items()}
     if not levels:
         return medians
-    whole = [medians[name] for name in levels]  # of ever deeper trees
-    last_levels = np.diff(whole, prepend=0.0).tolist()
-    return medians | {"draft": whole[-1]} | dict(zip(levels, last_levels, strict=True))
+    totals = [medians[name] for name in levels]  # of ever deeper trees
+    last_levels = np.diff(totals, prepend=0.0).tolist()
+    return medians | {"draft": totals[-1]} | dict(zip(levels, last_levels, strict=True))
 
 
 def measure_card(
@@ -168,7 +168,7 @@ def measure_card(
     work = describe_workload(engine.weights, config, batch=1, context=num_tokens)
     parts = num_parts(config.mesh)
     card = {name: cost / parts for name, cost in cost_card(work, prompt_tokens=num_tokens).items()}
-    least = floors(card, device)
+    floor = floors(card, device)
     return {
         "phase_milliseconds": phases,
         "phases_to_round": phases_to_round(phases),
@@ -176,9 +176,9 @@ def measure_card(
             name: {
                 "bytes": cost.bytes,
                 "flops": cost.flops,
-                "floor_milliseconds": least[name],
+                "floor_milliseconds": floor[name],
                 # A level is a difference of two measurements, and may drown in their noise.
-                "floor_to_measured": least[name] / phases[name] if phases[name] > 0 else None,
+                "floor_to_measured": floor[name] / phases[name] if phases[name] > 0 else None,
             }
             for name, cost in card.items()
         },

@@ -97,7 +97,11 @@ def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
       UserError: as `read_sets`, or a prompt that the engine refuses.
     """
     sets = read_sets(config, engine).values()
-    return [one for few in sets for one in make_dialogues(few, config, config.sampling, engine)]
+    return [
+        dialogue
+        for questions in sets
+        for dialogue in make_dialogues(questions, config, config.sampling, engine)
+    ]
 
 
 def make_dialogues(
@@ -150,14 +154,14 @@ def _find_file(source: str, data_dir: str | None) -> AnyPath | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def read_file(path: AnyPath, most: int) -> list[dict[str, Any]]:
+def read_file(path: AnyPath, limit: int) -> list[dict[str, Any]]:
     """Reads the first questions of a file of JSON lines or a parquet file.
 
     Raises:
       UserError: as `read_prompts`, or a question of SPEED-Bench whose text was left out.
     """
-    records = _read_parquet(path, most) if path.suffix == ".parquet" else read_prompts(path)
-    questions = [_split_turns(record) for record in records[:most]]
+    records = _read_parquet(path, limit) if path.suffix == ".parquet" else read_prompts(path)
+    questions = [_split_turns(record) for record in records[:limit]]
     for number, question in enumerate(questions, start=1):
         if any(_LEFT_OUT in turn for turn in question.get("turns", ())):
             raise UserError(
@@ -171,27 +175,27 @@ def _split_turns(record: dict[str, Any]) -> dict[str, Any]:
     """Takes messages that are all the user's for turns: so SPEED-Bench's script writes them."""
     messages = record.get("messages", ())
     if not messages or any(
-        one != {"role": "user", "content": one.get("content")} for one in messages
+        message != {"role": "user", "content": message.get("content")} for message in messages
     ):
         return record
     turns = [message["content"] for message in messages]
     return {key: record[key] for key in record if key != "messages"} | {"turns": turns}
 
 
-def _load(most: int, where: str, advice: str, *names: Any, **options: Any) -> list[dict[str, Any]]:
+def _load(limit: int, where: str, advice: str, *names: Any, **options: Any) -> list[dict[str, Any]]:
     """Loads the first rows of a data set by `datasets`."""
     try:
         import datasets
 
         rows: Any = datasets.load_dataset(*names, **options, streaming=True)
-        return list(itertools.islice(rows, most))
+        return list(itertools.islice(rows, limit))
     except Exception as error:  # of many families: the Hub's, Arrow's, the client's, the system's
         raise UserError(f"{where}: {one_line(error)}; {advice}") from error
 
 
-def _read_parquet(path: AnyPath, most: int) -> list[dict[str, Any]]:
+def _read_parquet(path: AnyPath, limit: int) -> list[dict[str, Any]]:
     files = {"data_files": str(path), "split": "train"}
-    records = _load(most, str(path), "fetch the file again", "parquet", **files)
+    records = _load(limit, str(path), "fetch the file again", "parquet", **files)
     return [check_record(record, f"{path}: row {n}") for n, record in enumerate(records, start=1)]
 
 
@@ -203,16 +207,16 @@ def _read_humaneval() -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     problems = map(json.loads, gzip.decompress(file.read_bytes()).splitlines())
-    return [{"question_id": one["task_id"], "turns": [one["prompt"]]} for one in problems]
+    return [{"question_id": row["task_id"], "turns": [row["prompt"]]} for row in problems]
 
 
-def read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[str, Any]]:
+def read_hub(name: str, subset: str | None, split: str, limit: int) -> list[dict[str, Any]]:
     """Reads questions of a data set on the Hub, from the first of `_COLUMNS` that it has."""
     advice = f"save its questions as {QUESTIONS} in a folder of data_dir"
-    records = _load(most, f"data set {name}", advice, name, subset, split=split)
+    records = _load(limit, f"data set {name}", advice, name, subset, split=split)
     if not records:
         raise UserError(f"data set {name}: want questions, got none in its split {split!r}")
-    column = next((one for one in _COLUMNS if one in records[0]), None)
+    column = next((key for key in _COLUMNS if key in records[0]), None)
     if column is None:
         raise UserError(f"data set {name}: want a column {'/'.join(_COLUMNS)}, got {[*records[0]]}")
     return [
@@ -222,13 +226,13 @@ def read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[
 
 
 def _as_turns(record: dict[str, Any], column: str) -> dict[str, Any]:
-    known = {key: record[key] for key in ("question_id", "category") if key in record}
+    labels = {key: record[key] for key in ("question_id", "category") if key in record}
     turns = record[column] if isinstance(record[column], list) else [record[column]]
     if turns and isinstance(turns[0], dict):
-        return known | {"messages": turns}
+        return labels | {"messages": turns}
     if column == "instruction" and record.get("input"):
         turns = [f"{turns[0]}\n{record['input']}"]
-    return known | {"turns": turns}
+    return labels | {"turns": turns}
 
 
 def _cut_code_prompts(

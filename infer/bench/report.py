@@ -30,7 +30,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"intervals over questions, where there are {FEWEST} or more",
         *_describe_sampling(report["config"]),
     ]
-    sampled = {name for name, one in report["methods"].items() if one["drafting"] == "sampled"}
+    sampled = {name for name, row in report["methods"].items() if row["drafting"] == "sampled"}
     if sampled:
         lines.append(
             "outputs are not compared: with sampled drafts they equal autoregressive ones in "
@@ -72,8 +72,8 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     ]
 
 
-def _group_table(group: dict[str, Any], part: str, *, sampled: set[str]) -> list[str]:
-    rows = {name: entry[part] for name, entry in group["methods"].items() if part in entry}
+def _group_table(group: dict[str, Any], subset: str, *, sampled: set[str]) -> list[str]:
+    rows = {name: entry[subset] for name, entry in group["methods"].items() if subset in entry}
     head = ["method", "acceptance length", "pooled", "tokens/s", "speed-up", "equal"]
     table = [
         [
@@ -283,9 +283,9 @@ def describe(report: dict[str, Any]) -> list[str]:
 
 def _advise(methods: dict[str, Any]) -> list[str]:
     """Says what a draft vocabulary would save (`compare`)."""
-    saved = [f"{name} {one['saves']:.0%}" for name, one in methods.items() if "saves" in one]
-    about = f"With {FEW_TOKENS:,} tokens (train.draft_vocab) rounds would read less"
-    return [f"{about}: {', '.join(saved)}."] if saved else []
+    saved = [f"{name} {row['saves']:.0%}" for name, row in methods.items() if "saves" in row]
+    lead = f"With {FEW_TOKENS:,} tokens (train.draft_vocab) rounds would read less"
+    return [f"{lead}: {', '.join(saved)}."] if saved else []
 
 
 def add_up(report: dict[str, Any], name: str) -> dict[str, float]:
@@ -320,8 +320,8 @@ def _format_group(group: dict[str, Any], compared: set[str]) -> list[str]:
         speed = f"{row['tokens_per_second']['value']:.1f}"
         length = format_estimate(row["acceptance_length"] | {"low": None})
         rows.append([name, length, speed, _ranged(row["speed_up"]), equal])
-    about = f"{group['set']}, temperature {group['temperature']:g}, {group['questions']} questions"
-    return [about, *align(head, rows)]
+    title = f"{group['set']}, temperature {group['temperature']:g}, {group['questions']} questions"
+    return [title, *align(head, rows)]
 
 
 def _ranged(number: dict[str, Any]) -> str:

@@ -34,7 +34,11 @@ def estimate(of_totals: Callable[..., np.ndarray], *per_question: np.ndarray) ->
     reach = np.full_like(value, np.nan)
     if len(per_question[0]) >= FEWEST:
         reach = _reach(of_totals, totals, per_question)
-    return {"value": _known(value), "low": _known(value - reach), "high": _known(value + reach)}
+    return {
+        "value": _jsonable(value),
+        "low": _jsonable(value - reach),
+        "high": _jsonable(value + reach),
+    }
 
 
 def estimate_mean(values: np.ndarray) -> dict[str, Any]:
@@ -42,9 +46,9 @@ def estimate_mean(values: np.ndarray) -> dict[str, Any]:
     return estimate(share, values, np.ones_like(values))
 
 
-def share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+def share(count: np.ndarray, total: np.ndarray) -> np.ndarray:
     """Divides totals; a share of nothing is not a number."""
-    return np.divide(part, whole, out=np.full(np.shape(part), np.nan), where=whole > 0)
+    return np.divide(count, total, out=np.full(np.shape(count), np.nan), where=total > 0)
 
 
 def compare(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
@@ -60,7 +64,7 @@ def compare(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
     """
     from scipy.stats import permutation_test
 
-    pairs = tuple(np.atleast_2d(one.T).mean(axis=0) for one in (first, second))
+    pairs = tuple(np.atleast_2d(numbers.T).mean(axis=0) for numbers in (first, second))
     p_value = 1.0  # of one question, or none
     if len(first) > 1:
         p_value = permutation_test(
@@ -86,8 +90,8 @@ def compare_seeds(first: Sequence[float], second: Sequence[float]) -> float | No
 
     if min(len(first), len(second)) < 2:
         return None
-    found: Any = ttest_ind(first, second, equal_var=False)
-    return float(found.pvalue)
+    result: Any = ttest_ind(first, second, equal_var=False)
+    return float(result.pvalue)
 
 
 def format_estimate(number: dict[str, Any], *, digits: int = 2) -> str:
@@ -115,8 +119,8 @@ def _reach(
     return t.ppf((1 + LEVEL) / 2, num_others) * np.sqrt(num_others * without_one.var(axis=-1))
 
 
-def _known(array: np.ndarray) -> Any:
+def _jsonable(array: np.ndarray) -> Any:
     """Turns an array into what JSON can hold."""
-    known = np.asarray(array).astype(object)
-    known[np.isnan(array)] = None
-    return known.tolist()
+    values = np.asarray(array).astype(object)
+    values[np.isnan(array)] = None
+    return values.tolist()

@@ -42,16 +42,18 @@ class Grid:
 
     def seconds(self) -> np.ndarray:
         """Seconds of every question [questions seeds], the median over repeats."""
-        seconds = np.vectorize(lambda one: one.seconds, [float])(self.answers)
+        seconds = np.vectorize(lambda answer: answer.seconds, [float])(self.answers)
         return np.median(seconds, axis=0).T
 
     def tokens(self) -> np.ndarray:
         """New tokens of every question [questions seeds]."""
-        return self.count(lambda one: len(one.output_ids))
+        return self.count(lambda answer: len(answer.output_ids))
 
     def acceptance_lengths(self) -> np.ndarray:
         """Tokens per round of every question [questions seeds]; not a number without a round."""
-        return self.count(lambda one: float(np.mean(one.accepted)) + 1 if one.accepted else np.nan)
+        return self.count(
+            lambda answer: float(np.mean(answer.accepted)) + 1 if answer.accepted else np.nan
+        )
 
 
 def make_grid(
@@ -120,7 +122,7 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
     turns = [turn for answer in grid.answers.flat for turn in answer.turns]
     is_counted = ~np.isnan(lengths)
     accepted, offered = (
-        [np.array([n for one in few for n in getattr(one, name)], int) for few in rows]
+        [np.array([n for answer in row for n in getattr(answer, name)], int) for row in rows]
         for name in ("accepted", "offered")
     )
     rounds = np.array(list(map(len, accepted)))
@@ -132,7 +134,7 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
             share, np.where(is_counted, lengths, 0.0).sum(axis=1), is_counted.sum(axis=1)
         ),
         "pooled_acceptance_length": estimate(
-            share, rounds + [one.sum() for one in accepted], rounds
+            share, rounds + [counts.sum() for counts in accepted], rounds
         ),
         "whole_rounds_acceptance_length": estimate(share, *_count_whole_rounds(rows)),
         "positionwise_acceptance": _estimate_positions(reached, reachable),
@@ -170,7 +172,7 @@ def _compare(first: Grid, second: Grid) -> dict[str, Any]:
     lengths = [grid.acceptance_lengths() for grid in (first, second)]
     has_rounds = ~np.isnan(lengths).any(axis=(0, 2))
     return {
-        "acceptance_length": compare(*(one[has_rounds] for one in lengths)),
+        "acceptance_length": compare(*(values[has_rounds] for values in lengths)),
         "tokens_per_second": compare(*speeds),
     }
 
@@ -182,7 +184,7 @@ def count_reaching(counts: Sequence[np.ndarray], depth: int) -> np.ndarray:
       counts: the position that every round of a question reaches, per question.
     """
     positions = np.arange(1, depth + 1)[:, None]
-    return np.array([(one >= positions).sum(axis=1) for one in counts])
+    return np.array([(reached >= positions).sum(axis=1) for reached in counts])
 
 
 def _count_whole_rounds(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -191,28 +193,30 @@ def _count_whole_rounds(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     These begin at most D tokens before a text's end, where D is the deepest offered position. vLLM
     counts rounds whole: with a limit D lower, it counts just the others.
     """
-    deepest = max((depth for few in rows for one in few for depth in one.offered), default=0)
+    deepest = max((depth for row in rows for answer in row for depth in answer.offered), default=0)
 
-    def whole(turn: Turn) -> list[int]:
+    def complete(turn: Turn) -> list[int]:
         ends = np.cumsum([1, *(count + 1 for count in turn.accepted)])  # the prompt gives a token
         limit = len(turn.output_ids) - deepest
         return [1 + n for n, begin in zip(turn.accepted, ends[:-1], strict=True) if begin < limit]
 
-    emitted = [[n for one in few for turn in one.turns for n in whole(turn)] for few in rows]
-    return np.array([sum(few) for few in emitted]), np.array([len(few) for few in emitted])
+    emitted = [
+        [n for answer in row for turn in answer.turns for n in complete(turn)] for row in rows
+    ]
+    return np.array([sum(row) for row in emitted]), np.array([len(row) for row in emitted])
 
 
-def _estimate_positions(part: np.ndarray, whole: np.ndarray) -> dict[str, Any]:
+def _estimate_positions(reached: np.ndarray, offered: np.ndarray) -> dict[str, Any]:
     """Estimates a share at every position that any tree offered."""
-    known = whole.sum(axis=0) > 0
-    if not known.any():
+    is_offered = offered.sum(axis=0) > 0
+    if not is_offered.any():
         return {"value": [], "low": [], "high": []}
-    return estimate(share, part[:, known], whole[:, known])
+    return estimate(share, reached[:, is_offered], offered[:, is_offered])
 
 
 def _count_equal(grid: Grid, baseline: Grid) -> int:
     """Counts answers that equal the baseline's, token for token, in every repeat."""
-    is_equal = np.vectorize(lambda one, plain: one.output_ids == plain.output_ids, [bool])
+    is_equal = np.vectorize(lambda answer, plain: answer.output_ids == plain.output_ids, [bool])
     return int(is_equal(grid.answers, baseline.answers[0]).all(axis=0).sum())
 
 

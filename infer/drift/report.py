@@ -81,8 +81,8 @@ def draw_gap(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None
     for name, draft in drafts.items():
         numbers, colour = draft["by_depth"], colours[name]
         draw_interval(axes, numbers["conditional_acceptance"], label=name, color=colour)
-        about = {"label": f"{name}, decoding", "linestyle": "--", "marker": ""}
-        draw_interval(axes, numbers["decoded_conditional_acceptance"], color=colour, **about)
+        style = {"label": f"{name}, decoding", "linestyle": "--", "marker": ""}
+        draw_interval(axes, numbers["decoded_conditional_acceptance"], color=colour, **style)
     axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
 
 
@@ -138,10 +138,10 @@ def _by_depth(draft: dict[str, Any]) -> list[str]:
 
 
 def _table_by_depth(draft: dict[str, Any], columns: dict[str, str]) -> list[str]:
-    known = {key: name for key, name in columns.items() if key in draft["by_depth"]}
+    present = {key: name for key, name in columns.items() if key in draft["by_depth"]}
     table = []
     for depth, specialist in enumerate(draft["specialists"]):
-        numbers = (draft["by_depth"][key] for key in known)
+        numbers = (draft["by_depth"][key] for key in present)
         here = ({key: values[depth] for key, values in number.items()} for number in numbers)
         table.append([depth + 1, specialist + 1, *map(format_estimate, here)])
-    return format_rows(["position", "specialist", *known.values()], table)
+    return format_rows(["position", "specialist", *present.values()], table)

@@ -57,9 +57,9 @@ def cost_of(drift: Numbers, weight: Numbers) -> Cost:
     return round(variation / _UNIT), len(drift) ** 2, (-len(drift),)
 
 
-def add_costs(one: Cost, rest: Cost) -> Cost:
+def add_costs(span: Cost, later: Cost) -> Cost:
     """Cost of a span and all spans after it."""
-    return one[0] + rest[0], one[1] + rest[1], one[2] + rest[2]
+    return span[0] + later[0], span[1] + later[1], span[2] + later[2]
 
 
 def _squares(drift: Numbers, weight: Numbers) -> np.ndarray:

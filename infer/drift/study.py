@@ -110,7 +110,7 @@ def decode(config: DriftConfig) -> tuple[Answers, list[int], dict[str, Answers]]
     questions = read_questions(config.chains, baseline.engine)
     texts = _answer(baseline, questions)
     shares = [distinct_ngram_share(_join(turns, "output_ids")) for turns in texts]
-    kept = [i for i, one in enumerate(shares) if one >= LOOPING_BELOW] or list(range(len(texts)))
+    kept = [i for i, s in enumerate(shares) if s >= LOOPING_BELOW] or list(range(len(texts)))
     texts, questions = [texts[i] for i in kept], [questions[i] for i in kept]
     longest = max(len(answer.output_ids) for answers in texts for answer in answers)
     if longest <= config.depth:
@@ -124,7 +124,7 @@ def decode(config: DriftConfig) -> tuple[Answers, list[int], dict[str, Answers]]
 
 def _answer(decoder: Decoder, questions: Sequence[Dialogue]) -> Answers:
     bar = tqdm(questions, desc=decoder.name, unit="prompt")
-    return [[timed.answer for timed in play(decoder.engine, [one])[0]] for one in bar]
+    return [[timed.answer for timed in play(decoder.engine, [question])[0]] for question in bar]
 
 
 def lay_out(texts: Answers) -> Rows:
@@ -134,7 +134,7 @@ def lay_out(texts: Answers) -> Rows:
     for answer in answers:
         ids = _all_ids(answer)
         sequences.append(Tokens(np.array(ids), np.arange(len(ids)) >= len(answer.prompt_ids)))
-    return make_rows(sequences, max(len(one.ids) for one in sequences), "none")
+    return make_rows(sequences, max(len(sequence.ids) for sequence in sequences), "none")
 
 
 def follow(
@@ -151,8 +151,8 @@ def follow(
         target=target_record,
         allow_target_mismatch=config.allow_target_mismatch,
     )
-    draft, own = split_embedding(draft | {"specialists": stack_layers(draft["specialists"])})
-    target = target | {"draft": own}
+    draft, embedding = split_embedding(draft | {"specialists": stack_layers(draft["specialists"])})
+    target = target | {"draft": embedding}
     task = DraftTask(
         target_record.llama, record.draft, ObjectiveConfig(), vocabulary=record.draft_vocabulary
     )
@@ -188,11 +188,11 @@ def describe_draft(
     num_depths = sums.accepted.shape[1]
     offered, reached = count_rounds(decoded, num_depths)
     chains = np.repeat(sums.num_chains[:, None], num_depths, axis=1)
-    before = np.concatenate([chains[:, :1], sums.accepted[:, :-1]], axis=1)
-    rounds = sums.accepted, before, reached, offered
+    tested = np.concatenate([chains[:, :1], sums.accepted[:, :-1]], axis=1)
+    rounds = sums.accepted, tested, reached, offered
     by_depth = {
         "agreement": estimate(share, sums.agreement, sums.num_trained),
-        "conditional_acceptance": estimate(share, sums.accepted, before),
+        "conditional_acceptance": estimate(share, sums.accepted, tested),
         "cumulative_acceptance": estimate(share, sums.accepted, chains),
         "decoded_conditional_acceptance": estimate(share, reached, offered),
         "decoded_cumulative_acceptance": estimate(

@@ -38,12 +38,12 @@ def autotune(
         "window": config.draft_window,
     }
     tried = {
-        one.name: {config.draft_vocabulary: one.engine}
+        d.name: {config.draft_vocabulary: d.engine}
         | {
-            file: baseline.engine.load_draft(config.drafts[one.name], vocabulary=file, **allowed)
+            file: baseline.engine.load_draft(config.drafts[d.name], vocabulary=file, **allowed)
             for file in vocabularies
         }
-        for one in decoders
+        for d in decoders
     }
     prompts = first_prompts(read_questions(config, baseline.engine))
     if max(batch_sizes) > len(prompts):
@@ -51,7 +51,7 @@ def autotune(
             f"--batch-sizes: want at most the number of prompts, {len(prompts)}, got "
             f"{max(batch_sizes)}; raise num_prompts"
         )
-    found = {}
+    entries = {}
     for name, engines in tried.items():
         tuned = {
             file: tune(engine, prompts, batch_sizes, repeats=config.repeats)
@@ -60,16 +60,16 @@ def autotune(
         best = max(tuned, key=lambda file: _gain(tuned[file]))
         _write_tuned(places[name], config.drafts[name], tuned[best], best, config)
         for file, entry in tuned.items():
-            found[name if file == config.draft_vocabulary else f"{name}, {file}"] = entry
-    report = {"drafts": found, "files": {name: str(places[name]) for name in tried}}
-    print(_format_tuning(found))
+            entries[name if file == config.draft_vocabulary else f"{name}, {file}"] = entry
+    report = {"drafts": entries, "files": {name: str(places[name]) for name in tried}}
+    print(_format_tuning(entries))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
     print_summary(with_provenance(report, config), "")
 
 
 def _gain(tuned: dict[int, dict[str, Any]]) -> float:
     """Speed of the best trees relative to no draft, averaged over batch sizes."""
-    ratios = [max(row["ratio"] for row in one["methods"].values()) for one in tuned.values()]
+    ratios = [max(row["ratio"] for row in entry["methods"].values()) for entry in tuned.values()]
     return math.prod(ratios) ** (1 / len(ratios))
 
 
@@ -100,7 +100,7 @@ def _write_tuned(
     config: BenchConfig,
 ) -> None:
     record = read_record(draft)
-    about = {
+    header = {
         "target": record.target.name,
         "sampling": config_to_dict(config.sampling),
         "draft_vocabulary": vocabulary,
@@ -117,7 +117,7 @@ def _write_tuned(
     if vocabulary is not None:
         write_output(vocabulary_file(path), read_text(as_path(vocabulary)), name="vocabulary")
     mesh = decoding_mesh(config.mesh)
-    write_tuned(path, trees, record, about=about, comments=comments, mesh=mesh)
+    write_tuned(path, trees, record, about=header, comments=comments, mesh=mesh)
 
 
 def _format_tuning(drafts: dict[str, dict[int, dict[str, Any]]]) -> str:

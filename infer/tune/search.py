@@ -68,8 +68,8 @@ class Costs(NamedTuple):
         if tree is None:
             return self.plain
         level = np.interp(tree.top_k, list(self.level), list(self.level.values()))
-        rest = np.interp(tree.num_nodes, list(self.rest), list(self.rest.values()))
-        return float(self.first_level + (tree.depth - 1) * level + rest)
+        finish = np.interp(tree.num_nodes, list(self.rest), list(self.rest.values()))
+        return float(self.first_level + (tree.depth - 1) * level + finish)
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def tune(
       Per batch size: the `best` tree, and in `methods`, by name, what was predicted and measured.
     """
     size = engine.weights.draft["head"]["weight"].shape[0]
-    wanted = _TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)
-    top_ks = sorted({min(top_k, size) for top_k in wanted})
+    candidates = _TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)
+    top_ks = sorted({min(top_k, size) for top_k in candidates})
     recordings = record_all(engine, prompts, _DEPTH, top_ks)
     default = engine.with_tree(default_tree()).trees[1]
     report = {}
@@ -221,10 +221,10 @@ def count_accepted(ranks: Ranks, length: int, tree: TreeConfig) -> list[int]:
       length: tokens of the answer, the first of which comes with the prompt.
     """
     is_kept = ranks[:, tree.depth - 1, : tree.depth] < tree.num_nodes
-    after = is_kept.cumprod(axis=1).sum(axis=1)
+    kept_path = is_kept.cumprod(axis=1).sum(axis=1)
     accepted, position = [], 0
     while position < length - 1:
-        accepted.append(int(after[position]))
+        accepted.append(int(kept_path[position]))
         position += accepted[-1] + 1
     return accepted
 
@@ -264,17 +264,17 @@ def measure_costs(
     for top_k in top_ks:
         tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=min(top_ks[-1] * depth, 16))
         programs["draft", top_k] = partial(drafting.draft, tree)
-    most = drafting.config.tree.num_nodes
-    for nodes in sorted({min(nodes, most) for nodes in _MEASURED_NODES}):
+    max_nodes = drafting.config.tree.num_nodes
+    for nodes in sorted({min(nodes, max_nodes) for nodes in _MEASURED_NODES}):
         programs["rest", nodes] = partial(_finish, drafting, nodes)
     calls = time_in_turn(programs, _CALLS, f"costs, batch size {batch_size}")
-    seconds = {name: float(np.median(few)) for name, few in calls.items()}
+    seconds = {name: float(np.median(times)) for name, times in calls.items()}
     first = seconds["draft", 0]
     levels = {top_k: (seconds["draft", top_k] - first) / max(depth - 1, 1) for top_k in top_ks}
     return Costs(
         first_level=first,
-        level={top_k: max(one, 0.0) for top_k, one in levels.items()},
-        rest={nodes: one for (name, nodes), one in seconds.items() if name == "rest"},
+        level={top_k: max(time, 0.0) for top_k, time in levels.items()},
+        rest={nodes: time for (name, nodes), time in seconds.items() if name == "rest"},
         plain=seconds["plain", 0],
         start=seconds["start", 0],
         plain_start=seconds["plain_start", 0],
@@ -313,16 +313,16 @@ def predict_all(
     recordings: dict[int, Recording], costs: Costs, batch_size: int, depth: int
 ) -> dict[TreeConfig | None, Prediction]:
     """Predicts no draft and every tree that the recordings cover; the fastest first."""
-    found: dict[TreeConfig | None, Prediction] = {}
+    predictions: dict[TreeConfig | None, Prediction] = {}
     for top_k, recording in recordings.items():
         plain = [[0] * (length - 1) for length in recording.lengths]
-        found[None] = predict(recording.lengths, plain, costs, None, batch_size)
+        predictions[None] = predict(recording.lengths, plain, costs, None, batch_size)
         for levels, nodes in itertools.product(range(1, depth + 1), _NODES):
             tree = TreeConfig(depth=levels, top_k=top_k, total_tokens=nodes)
             if levels < nodes == tree.num_nodes:
                 accepted = recording.accepted(tree)
-                found[tree] = predict(recording.lengths, accepted, costs, tree, batch_size)
-    return dict(sorted(found.items(), key=lambda item: -item[1].tokens_per_second))
+                predictions[tree] = predict(recording.lengths, accepted, costs, tree, batch_size)
+    return dict(sorted(predictions.items(), key=lambda item: -item[1].tokens_per_second))
 
 
 def predict(
@@ -333,7 +333,7 @@ def predict(
     batch_size: int,
 ) -> Prediction:
     """Speed of answers whose rounds are known; a batch runs as many as its longest answer needs."""
-    rounds = [len(one) for one in accepted]
+    rounds = [len(counts) for counts in accepted]
     longest = [max(rounds[i : i + batch_size]) for i in range(0, len(rounds), batch_size)]
     begin = costs.start if tree else costs.plain_start
     seconds = len(longest) * begin + sum(longest) * costs.round(tree)
@@ -342,11 +342,11 @@ def predict(
 
 def choose_few(predicted: Iterable[TreeConfig | None]) -> list[TreeConfig]:
     """Picks the first trees, one per depth and top_k, since neighbours are nearly equal."""
-    few: dict[tuple[int, int], TreeConfig] = {}
+    chosen: dict[tuple[int, int], TreeConfig] = {}
     for tree in predicted:
-        if tree is not None and len(few) < _CONFIRMED:
-            few.setdefault((tree.depth, tree.top_k), tree)
-    return list(few.values())
+        if tree is not None and len(chosen) < _CONFIRMED:
+            chosen.setdefault((tree.depth, tree.top_k), tree)
+    return list(chosen.values())
 
 
 def confirm(
@@ -364,15 +364,15 @@ def confirm(
             for tree in trees:
                 passes[tree].append(time_batches(engines[tree], prompts, batch_size))
                 progress.update()
-    texts = {tree: [one.output_ids for one in runs[0][0]] for tree, runs in passes.items()}
+    texts = {tree: [answer.output_ids for answer in runs[0][0]] for tree, runs in passes.items()}
     num_tokens = sum(map(len, texts[trees[0]]))
-    seconds = {tree: np.array([one for _, one in runs[1:]]) for tree, runs in passes.items()}
+    seconds = {tree: np.array([time for _, time in runs[1:]]) for tree, runs in passes.items()}
     return {
         tree: {
             "tokens_per_second": float(num_tokens / np.median(seconds[tree])),
             "ratio": float(np.median(seconds[trees[0]] / seconds[tree])),
             "acceptance_length": mean_acceptance_length(
-                [one.accepted_per_round for one in passes[tree][0][0]]
+                [answer.accepted_per_round for answer in passes[tree][0][0]]
             ),
             "different_outputs": sum(
                 a != b for a, b in zip(texts[tree], texts[trees[0]], strict=True)
