@@ -3,7 +3,7 @@
 Random bfloat16 weights in the shape of Llama-3.1-8B are made on the device, with PosS-3 on EAGLE-2
 and on EAGLE-3; nothing is read. Rounds accept the numbers of tokens recorded with a trained draft.
 
-    methods   rounds of every draft and tree; at growing contexts in a cache with much room; in a
+    methods   rounds of every draft and tree; at growing contexts in a cache of large capacity; in a
               batch; with quantised targets
     prefill   prompts
     server    clients that ask again and again, without a draft and with trees by load
@@ -111,7 +111,7 @@ def time_rounds(
     *,
     batch_size: int = 1,
 ) -> Rows:
-    """Times many rounds in one program, in the room of the longest context.
+    """Times many rounds in one program, in a cache for the longest context.
 
     Args:
       engine: target, and perhaps a draft.
@@ -180,17 +180,17 @@ def time_quantised(
 ) -> Rows:
     """Times rounds of a quantised target, alone and with one draft."""
     engines = make_engines(llama, args.methods[:2], args.draft_vocabulary, kind)
-    for name, engine in list_ways(engines, args.trees[:1]).items():
+    for name, engine in list_methods(engines, args.trees[:1]).items():
         yield from time_rounds(engine, device, {f"{name}, {kind}": args.contexts[0]}, args)
 
 
-def list_ways(engines: Mapping[str, Engine], trees: Sequence[TreeConfig]) -> dict[str, Engine]:
+def list_methods(engines: Mapping[str, Engine], trees: Sequence[TreeConfig]) -> dict[str, Engine]:
     """Decoding without a draft, and every draft with every tree."""
-    ways = {}
+    methods = {}
     for method, engine in engines.items():
         for tree in trees[:1] if method == PLAIN else trees:
-            ways[method if method == PLAIN else f"{method} {tree.name}"] = engine.with_tree(tree)
-    return ways
+            methods[method if method == PLAIN else f"{method} {tree.name}"] = engine.with_tree(tree)
+    return methods
 
 
 def time_server(method: str, engine: Engine, args: argparse.Namespace) -> Rows:
@@ -247,9 +247,9 @@ def list_jobs(
 ) -> Iterator[tuple[str, Rows]]:
     """Everything to measure, by part, the most telling first."""
     engines = make_engines(llama, args.methods, args.draft_vocabulary)
-    ways, first_tree = list_ways(engines, args.trees), list_ways(engines, args.trees[:1])
+    methods, first_tree = list_methods(engines, args.trees), list_methods(engines, args.trees[:1])
     first, *longer = args.contexts
-    for name, engine in ways.items():
+    for name, engine in methods.items():
         yield "methods", time_rounds(engine, device, {name: first}, args)
     for name, engine in first_tree.items() if longer else ():
         rows = {f"{name}, {context} of {longer[-1]}": context for context in args.contexts}
@@ -263,7 +263,7 @@ def list_jobs(
         for size in args.batch_sizes:
             row = {f"{name}, batch {size}": first}
             yield "methods", time_rounds(engine, device, row, args, batch_size=size)
-    del engines, ways, first_tree, engine
+    del engines, methods, first_tree, engine
     for kind in args.quantise:
         yield "methods", time_quantised(llama, kind, device, args)
     for family in FAMILIES:

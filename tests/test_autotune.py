@@ -191,7 +191,7 @@ def test_trees_tuned_on_a_mesh_are_those_of_the_mesh_alone(
     assert path.name == "trees.cpu-data-2-tensor-4.yaml"
     write_tuned(path, {1: SMALL}, record, about={}, comments={1: ""}, mesh=mesh)
     config = BenchConfig(target="t", drafts={"P": str(draft)}, mesh=MeshConfig(data=2, tensor=4))
-    assert tuning.places_of_trees(config, None, overwrite=False) == {"P": path}
+    assert tuning.paths_of_trees(config, None, overwrite=False) == {"P": path}
     assert find_tuned(draft, record) == ({1: CPU_TREE}, None)
     assert find_tuned(draft, record, mesh) == ({1: SMALL}, None)
     path.replace(tuned_file(draft))

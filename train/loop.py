@@ -26,9 +26,9 @@ from .target_stage import TargetStage
 Stage = DraftStage | TargetStage
 StepFunction = Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
 
-# For samples: tokens shown before a place, and places per text.
+# For samples: tokens shown before a position, and positions per row.
 _TOKENS_BEFORE = 16
-_PLACES = 4
+_NUM_POSITIONS = 4
 
 
 def run_steps(
@@ -145,17 +145,17 @@ class Profiler:
 
 
 def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
-    """Formats the predictions at a few places of the first `num_samples` validation rows.
+    """Formats the predictions at a few positions of the first `num_samples` validation rows.
 
     Returns:
-      Markdown: a table per row, with a line per place and a column per depth.
+      Markdown: a table per row, with a line per position and a column per depth.
     """
     depth = len(shown.tokens)
     head = ["text before", *(f"depth {d}" for d in range(depth))]
     lines = ["Held-out text, and what is predicted to follow: `right` or ~~`wrong`~~ `wanted`."]
     for index in range(min(num_samples, len(shown.labels))):
         table = []
-        for start in _places(shown.is_trained[index], depth):
+        for start in _sample_positions(shown.is_trained[index], depth):
             prefix = _text_before(stage.validation_rows[index : index + 1], start + stage.lookahead)
             cells = [_quoted(stage.tokenizer, prefix)]
             for d, row in enumerate(range(start, start + depth)):
@@ -167,16 +167,16 @@ def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _places(is_trained: np.ndarray, depth: int) -> list[int]:
-    """Places spread over the text, each followed by `depth` consecutive trained rows."""
+def _sample_positions(is_trained: np.ndarray, depth: int) -> list[int]:
+    """Positions spread over the row, each followed by `depth` consecutive trained rows."""
     starts = range(len(is_trained) - depth + 1)
-    places = [start for start in starts if is_trained[start : start + depth].all()]
-    picked = np.linspace(0, len(places) - 1, _PLACES).round().astype(int) if places else []
-    return [places[i] for i in dict.fromkeys(picked)]
+    valid = [start for start in starts if is_trained[start : start + depth].all()]
+    picked = np.linspace(0, len(valid) - 1, _NUM_POSITIONS).round().astype(int) if valid else []
+    return [valid[i] for i in dict.fromkeys(picked)]
 
 
 def _text_before(row: Rows, end: int) -> np.ndarray:
-    """The last tokens before a place, within its document."""
+    """The last tokens before a position, within its document."""
     tokens, documents = row.tokens[0, :end], row.documents[0, :end]
     return tokens[documents == documents[-1]][-_TOKENS_BEFORE:]
 

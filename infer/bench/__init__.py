@@ -2,7 +2,7 @@
 
 settings.py    settings of tune, lossless and roofline
 questions.py   data sets -> questions -> prompts
-measure.py     ways to decode, and their times
+measure.py     decoding methods, and their times
 phases.py      times of the phases of a round
 costs.py       bytes, FLOPs and floors of the phases; datasheets of devices
 rates.py       measured rates of this device

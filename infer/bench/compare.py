@@ -102,7 +102,7 @@ def bench(
 
 
 def _cells(config: BenchConfig, sets: dict[str, list[Question]]) -> Iterator[tuple[Cell, Any]]:
-    """Yields every set with every way to choose tokens; greedy answers need no seeds."""
+    """Yields every set with every temperature and seed; greedy answers need no seeds."""
     for name in sets:
         for temperature in config.temperatures or (config.sampling.temperature,):
             seeds = config.seeds or (config.sampling.seed,)
@@ -122,7 +122,7 @@ def settings_of(
     answers_say = "prompts", "datasets", "data_dir", "temperatures", "seeds", "drafts"
     for key in ("output", "repeats", "drift", "draft_vocabulary", *answers_say):
         del settings[key]
-    folders = {name: way.draft or config.target for name, way in config.ways.items()}
+    folders = {name: m.draft or config.target for name, m in config.all_methods.items()}
     folders[AUTOREGRESSIVE] = config.target
     of_process = provenance()
     return settings | {

@@ -76,7 +76,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One way of decoding, whose phases are counted; bytes are per weight, of caches per number."""
+    """A decoding method whose phases are counted; bytes are per weight, of caches per number."""
 
     target: LlamaConfig
     draft: DraftConfig | None = None  # None decodes autoregressively
@@ -91,7 +91,7 @@ class Workload:
 
 
 def stored_in(work: Workload, each: float) -> Workload:
-    """The same way of decoding with every number stored in `each` bytes."""
+    """The same method with every number stored in `each` bytes."""
     return replace(
         work, target_bytes=each, specialist_bytes=each, draft_bytes=each, cache_bytes=each
     )
@@ -100,7 +100,7 @@ def stored_in(work: Workload, each: float) -> Workload:
 def describe_workload(
     weights: Weights, config: DecodeConfig, *, batch: int, context: int
 ) -> Workload:
-    """Describes a way of decoding, with the bytes per weight that its arrays really have."""
+    """Describes a decoding method, with the bytes per weight that its arrays really have."""
     target = config.target
     arrays = weights.target["layers"], weights.target["head"]
     size = target.num_layers * _layer_weights(target) + target.vocab_size * target.hidden_size

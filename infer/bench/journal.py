@@ -23,7 +23,7 @@ _BY_NAME = {"sets", "methods", "weights", "trees", "draft_vocabularies"}
 
 
 class Cell(NamedTuple):
-    """One set of questions, by name, with one way to choose tokens."""
+    """A set of questions, by name, with a temperature and a seed."""
 
     set: str
     temperature: float
@@ -31,12 +31,12 @@ class Cell(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Place of an answer in a benchmark."""
+    """Key of an answer in a benchmark."""
 
     cell: Cell
     repeat: int  # number of the timed pass, from 0
     method: str  # name of the draft, or of the baseline
-    question: int  # place in its set, from 0
+    question: int  # index in its set, from 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Journal:
     """Measurements of a benchmark, in memory and, with a folder, in files.
 
     Attributes:
-      answers: answers so far, by place.
+      answers: answers so far, by key.
       methods: other measurements of the baseline and the drafts, by name.
     """
 

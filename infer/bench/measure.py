@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Decoder:
-    """A way to decode, and its row in the table."""
+    """A decoding method, and its row in the table."""
 
     name: str
     engine: Engine
@@ -49,7 +49,7 @@ class Decoder:
     first_token_seconds: dict[str, float] = field(default_factory=dict)
 
     def compile(self, dialogues: Sequence[Dialogue], *, batch_size: int = 1) -> None:
-        """Compiles the programs of all rooms that dialogues can need, and runs a round of each.
+        """Compiles the programs of all capacities that dialogues can need; runs a round of each.
 
         Times the first prompt's first token before that (cold) and after it (warm).
         """
@@ -57,7 +57,7 @@ class Decoder:
         started = time.monotonic()
         cold = time_first_token(self.engine, first)
         compiled = set()
-        for prompt in _prompts_of_all_rooms(self.engine, dialogues):
+        for prompt in _prompts_of_all_capacities(self.engine, dialogues):
             config, request = self.engine.request([prompt], batch_size=batch_size)
             program = config, jax.tree.structure(request)
             if program not in compiled:
@@ -80,8 +80,8 @@ def with_default_models(config: BenchConfig) -> BenchConfig:
 @waiting("loading the models ...")
 def load_decoders(config: BenchConfig) -> list[Decoder]:
     """Loads every target once; makes the autoregressive engine and one per method."""
-    ways = config.ways
-    if AUTOREGRESSIVE in ways:
+    methods = config.all_methods
+    if AUTOREGRESSIVE in methods:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
 
     @cache
@@ -95,32 +95,32 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
         )
 
     engines = {AUTOREGRESSIVE: load_target(config.quantise)} | {
-        name: _decode_by(way, config, load_target(way.quantise or config.quantise))
-        for name, way in ways.items()
+        name: _decode_by(method, config, load_target(method.quantise or config.quantise))
+        for name, method in methods.items()
     }
     return [Decoder(name, engine) for name, engine in engines.items()]
 
 
-def _decode_by(way: MethodConfig, config: BenchConfig, engine: Engine) -> Engine:
+def _decode_by(method: MethodConfig, config: BenchConfig, engine: Engine) -> Engine:
     """Gives a target's engine the tree, draft and drafting of a method."""
-    if way.tree is not None:
-        engine = engine.with_tree(way.tree)
-    if way.draft is not None:
+    if method.tree is not None:
+        engine = engine.with_tree(method.tree)
+    if method.draft is not None:
         engine = engine.load_draft(
-            way.draft,
+            method.draft,
             allow_target_mismatch=config.allow_target_mismatch,
-            vocabulary=way.draft_vocabulary or config.draft_vocabulary,
-            window=way.draft_window or config.draft_window,
+            vocabulary=method.draft_vocabulary or config.draft_vocabulary,
+            window=method.draft_window or config.draft_window,
         )
-    if way.drafting is not None:
-        engine = engine.with_tree(engine.trees, drafting=way.drafting)
+    if method.drafting is not None:
+        engine = engine.with_tree(engine.trees, drafting=method.drafting)
     return engine
 
 
-def _prompts_of_all_rooms(
+def _prompts_of_all_capacities(
     engine: Engine, dialogues: Sequence[Dialogue]
 ) -> Iterator[PreparedPrompt]:
-    """Yields prompts for every room that a dialogue can need, from its first turn to its last."""
+    """Yields a prompt for every capacity that a dialogue can need, from first to last turn."""
     for dialogue in dialogues:
         if (prompt := dialogue.prompt) is None:
             continue

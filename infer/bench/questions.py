@@ -61,7 +61,7 @@ _LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a set: its id or place, its category or "", and the prompt as a record."""
+    """One question of a set: its id or index, its category or "", and the prompt as a record."""
 
     id: Any
     category: str
@@ -109,7 +109,7 @@ def make_dialogues(
 ) -> list[Dialogue]:
     """Turns the questions of a set into dialogues, each with its own seed.
 
-    A dialogue's seed follows from `sampling.seed` and the question's place.
+    A dialogue's seed follows from `sampling.seed` and the question's index.
     """
     records = [question.record for question in questions]
     dialogues = read_dialogues(records, sampling, config.max_new_tokens)

@@ -80,10 +80,10 @@ def compare(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
 
 
 def compare_seeds(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Compares two ways of training by the results of their training seeds (Welch's t-test).
+    """Compares two training methods by the results of their training seeds (Welch's t-test).
 
     Returns:
-      The two-sided p-value: how likely other seeds of two equal ways differ as much; None where
+      The two-sided p-value: how likely other seeds of two equal methods differ as much; None where
       one of them has a single seed.
     """
     from scipy.stats import ttest_ind

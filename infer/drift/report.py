@@ -108,7 +108,7 @@ def _summary(drafts: dict[str, Any]) -> list[str]:
     has_spans = any(draft["positions_per_specialist"] for draft in drafts.values())
     table = []
     for name, draft in drafts.items():
-        lengths = (draft[f"{way}_acceptance_length"] for way in ("simulated", "decoded"))
+        lengths = (draft[f"{kind}_acceptance_length"] for kind in ("simulated", "decoded"))
         cells = [name, *map(format_estimate, lengths)]
         predicted = draft["rounds_as_predicted"]
         cells.append("" if predicted is None else f"{predicted:.1%}")

@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "one that texts will be drawn with"
         )
     with waiting("importing JAX ..."):
-        from .run import autotune, places_of_trees
-    places = places_of_trees(config, args.trees_file, overwrite=args.overwrite)
-    autotune(config, args.batch_sizes, args.try_vocabulary, places)
+        from .run import autotune, paths_of_trees
+    paths = paths_of_trees(config, args.trees_file, overwrite=args.overwrite)
+    autotune(config, args.batch_sizes, args.try_vocabulary, paths)
 
 
 cli = partial(run_program, main)

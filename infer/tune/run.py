@@ -28,7 +28,7 @@ def autotune(
     config: BenchConfig,
     batch_sizes: Sequence[int],
     vocabularies: Sequence[str],
-    places: dict[str, AnyPath],
+    paths: dict[str, AnyPath],
 ) -> None:
     """Prints predictions and measurements, and writes the fastest trees of every draft."""
     # With an explicit tree the engine does not look for trees that were tuned before.
@@ -58,10 +58,10 @@ def autotune(
             for file, engine in engines.items()
         }
         best = max(tuned, key=lambda file: _gain(tuned[file]))
-        _write_tuned(places[name], config.drafts[name], tuned[best], best, config)
+        _write_tuned(paths[name], config.drafts[name], tuned[best], best, config)
         for file, entry in tuned.items():
             entries[name if file == config.draft_vocabulary else f"{name}, {file}"] = entry
-    report = {"drafts": entries, "files": {name: str(places[name]) for name in tried}}
+    report = {"drafts": entries, "files": {name: str(paths[name]) for name in tried}}
     print(_format_tuning(entries))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
     print_summary(with_provenance(report, config), "")
@@ -73,7 +73,7 @@ def _gain(tuned: dict[int, dict[str, Any]]) -> float:
     return math.prod(ratios) ** (1 / len(ratios))
 
 
-def places_of_trees(
+def paths_of_trees(
     config: BenchConfig, file: Path | None, *, overwrite: bool
 ) -> dict[str, AnyPath]:
     """Files that tuned trees are written to, by draft; refused before any work is spent."""

@@ -45,7 +45,7 @@ class ComparisonConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MethodConfig:
-    """One way to decode in a benchmark; what is null is the benchmark's own.
+    """One method of decoding in a benchmark; what is null is the benchmark's own.
 
     Attributes:
       draft: Model folder of a draft; null decodes autoregressively.
@@ -75,7 +75,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
 
     Attributes:
       target: Model folder of the target; smollm2 is the one `make chat` fetches.
-      methods: Further ways to decode by name, such as a draft with another tree, or the target
+      methods: Further methods by name, such as a draft with another tree, or the target
         quantised. Every draft of `drafts` is a method, too.
       temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
       seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
@@ -103,7 +103,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     def __post_init__(self) -> None:
         for name in ("draft_vocabulary", "draft_window"):
             is_set = getattr(self, name) is not None
-            if is_set and not (self.ways or self.target == SMOLLM2):
+            if is_set and not (self.all_methods or self.target == SMOLLM2):
                 raise ValueError(f"{name} limits drafts; give drafts, too")
         if twice := self.drafts.keys() & self.methods.keys():
             raise ValueError(f"methods: {min(twice)} is a draft's name, too; choose another")
@@ -117,7 +117,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
             _ = self.by_depth  # checked before any work
 
     @property
-    def ways(self) -> dict[str, MethodConfig]:
+    def all_methods(self) -> dict[str, MethodConfig]:
         """All methods by name, drafts first."""
         plain = {name: MethodConfig(draft=folder) for name, folder in self.drafts.items()}
         return plain | self.methods

@@ -161,7 +161,7 @@ class FeatureCache:
         return range(first, min(first + self.rows_per_shard, self.shape[0]))
 
     def describe(self) -> str:
-        """Size and place, for people."""
+        """Size and folder, for people."""
         written = self.num_shards - len(self.missing)
         size = _gib(self.num_bytes(range(self.num_shards)))
         shape = " x ".join(f"{length:,}" for length in self.shape)
@@ -241,10 +241,10 @@ class FeatureCache:
           UserError: a shard is missing or damaged.
         """
         features = np.empty((len(rows), *self.shape[1:]), _BITS)
-        shards, places = np.divmod(rows, self.rows_per_shard)
+        shards, indices = np.divmod(rows, self.rows_per_shard)
         for shard in np.unique(shards):
             chosen = shards == shard
-            features[chosen] = self._read(int(shard), places[chosen])
+            features[chosen] = self._read(int(shard), indices[chosen])
         return features.view(_DTYPE)
 
     def _read(self, shard: int, indices: np.ndarray) -> np.ndarray:

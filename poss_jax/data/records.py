@@ -52,7 +52,7 @@ Record = dict[str, Any] | Broken
 
 
 def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
-    """Yields the place of every record, and the record.
+    """Yields every record, after the name of its source (file and line, or row).
 
     A file's content decides whether it is a JSON list or JSON lines, not its name.
 

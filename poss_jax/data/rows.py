@@ -76,19 +76,19 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
       Documents of every row; both in the order of the documents.
     """
     rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # rows by their free room
-    has_room = np.zeros(size + 1, bool)  # whether there are any such rows
+    by_capacity: list[list[int]] = [[] for _ in range(size + 1)]  # rows by their free tokens
+    is_available = np.zeros(size + 1, bool)  # whether there are any such rows
     for index in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
-        room = lengths[index] + int(np.argmax(has_room[lengths[index] :]))
-        if has_room[room]:
-            row = with_room[room].pop()
-            has_room[room] = bool(with_room[room])
+        capacity = lengths[index] + int(np.argmax(is_available[lengths[index] :]))
+        if is_available[capacity]:
+            row = by_capacity[capacity].pop()
+            is_available[capacity] = bool(by_capacity[capacity])
         else:
-            row, room = len(rows), size
+            row, capacity = len(rows), size
             rows.append([])
         rows[row].append(index)
-        with_room[room - lengths[index]].append(row)
-        has_room[room - lengths[index]] = True
+        by_capacity[capacity - lengths[index]].append(row)
+        is_available[capacity - lengths[index]] = True
     return sorted(sorted(row) for row in rows)
 
 
@@ -104,8 +104,8 @@ def batch_at(rows: Rows, step: int, batch_size: int, seed: int) -> Rows:
 def rows_at(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
     """Indices of the rows that `batch_at` takes."""
     positions = range(step * batch_size, (step + 1) * batch_size)
-    places = (divmod(position, num_rows) for position in positions)
-    return np.array([_epoch_order(num_rows, seed, epoch)[i] for epoch, i in places])
+    shuffled = (divmod(position, num_rows) for position in positions)
+    return np.array([_epoch_order(num_rows, seed, epoch)[i] for epoch, i in shuffled])
 
 
 def _chop(sequences: Sequence[Tokens], length: int) -> Rows:

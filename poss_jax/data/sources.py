@@ -26,7 +26,7 @@ class Tally:
       records: how many were read.
       dropped: reason -> how many could not be used.
       cut: reason -> how many chats were cut.
-      first_dropped: the first dropped ones: their places and reasons.
+      first_dropped: the first dropped ones: their sources and reasons.
     """
 
     source: str

@@ -1,8 +1,8 @@
 """Sampled drafts with rejection: children are drawn from the draft, and kept by a ratio test.
 
-The third way to draft, after argmax and coupled drafts, used by SpecInfer (arXiv 2305.09781) and
-EAGLE (2401.15077). Texts have the target's distribution, but differ from the ones that the target
-alone writes with the same seed.
+The third drafting method, after argmax and coupled drafts, used by SpecInfer (arXiv 2305.09781) and
+EAGLE (2401.15077). Outputs have the target's distribution, but differ from what the target alone
+writes with the same seed.
 
   - Drafting: a node's children are drawn without replacement from the draft's distribution q, and
     keep their order: best first by log q plus separate Gumbel noise.
@@ -16,7 +16,7 @@ are not tested; a token drawn from p may still equal one of them.
 
 The test is exact only if the children it sees do not depend on their drawn values. So neither
 tokens nor probabilities decide where the tree grows, only the order in which children are drawn:
-the child at place 0 is accepted most often. With the score of a place instead of a
+the child of rank 0 is accepted most often. With the score of a rank instead of a
 log-probability, EAGLE-2's search gives a tree of the same shape in every round (`groups_of`).
 """
 
@@ -36,19 +36,19 @@ from poss_jax.model.ranking import choose
 from poss_jax.model.ranking import top_k as best_of
 from poss_jax.shapes import Array, Float, Int
 
-# A later place counts as three levels more: right if each tested child passes with probability
+# The next rank counts as three levels more: right if each tested child passes with probability
 # a = 0.68, for which 1 - a = a^3. Whole numbers are added without rounding.
-_LEVELS_PER_PLACE = 3
+_LEVELS_PER_RANK = 3
 _DRAFTS = 2**32 - 1  # folded into a seed in place of a position, which is always smaller
 
 Path = tuple[int, ...]
-"""Places, among their siblings, of the nodes from the root to a node."""
+"""Ranks, among their siblings, of the nodes from the root to a node."""
 
 
 class Groups(NamedTuple):
     """Siblings of a drawn tree.
 
-        places  root ─┬─ 0 ─┬─ 0 ─── 0        nodes  0 ─┬─ 1 ─┬─ 3 ─── 6
+        ranks   root ─┬─ 0 ─┬─ 0 ─── 0        nodes  0 ─┬─ 1 ─┬─ 3 ─── 6
                       │     └─ 1                        │     └─ 4
                       └─ 1 ─── 0                        └─ 2 ─── 5
 
@@ -56,7 +56,7 @@ class Groups(NamedTuple):
 
     Attributes:
       parents: node that each group continues.
-      children: its children in the order of their places; padded with -1.
+      children: its children in the order of their ranks; padded with -1.
       rows: index of each parent in the list of nodes with drawn children.
     """
 
@@ -90,7 +90,7 @@ def groups_of(tree: TreeConfig) -> Groups:
 
 
 def _cost(path: Path) -> int:
-    return len(path) + _LEVELS_PER_PLACE * sum(path)
+    return len(path) + _LEVELS_PER_RANK * sum(path)
 
 
 class DrawnTree(Tree):

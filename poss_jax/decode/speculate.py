@@ -334,14 +334,14 @@ def _write_output(
     request: Request, output: Output, acceptance: Acceptance, logprobs: Logprobs | None
 ) -> Output:
     """Appends the tokens a round emitted, cut exactly at a stop token or at the limit."""
-    # Differs from PosS: PosS keeps a round whole, so texts run past limit and stop token.
+    # Differs from PosS: PosS keeps a round whole, so sequences run past limit and stop token.
     emitted = acceptance.emitted
     column = jnp.arange(emitted.shape[1])[None]
     num_emitted = acceptance.num_accepted + 1
     is_end = _is_stop(emitted, request) & (column < num_emitted[:, None])
     until_stop = jnp.where(is_end, column + 1, emitted.shape[1]).min(axis=1)
-    room = request.limits - output.num_tokens
-    num_written = jnp.minimum(jnp.minimum(num_emitted, until_stop), room)
+    remaining = request.limits - output.num_tokens
+    num_written = jnp.minimum(jnp.minimum(num_emitted, until_stop), remaining)
     active = ~output.is_done
     num_tokens = output.num_tokens + jnp.where(active, num_written, 0)
 

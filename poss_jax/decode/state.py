@@ -19,7 +19,7 @@ class DecodeConfig(NamedTuple):
       target: shape of the target.
       draft: shape of the draft; None decodes autoregressively.
       tree: size of the draft tree.
-      rows: S, room per sequence for prompt, new tokens and `margin`, and for the
+      rows: S, capacity per sequence for prompt, new tokens and `margin`, and for the
         prompt in whole chunks.
       chunk: prompt tokens that the target reads per forward.
       drafting: how drafts propose tokens to sampled sequences.
@@ -148,7 +148,7 @@ class DecodeState(struct.PyTreeNode):
       target_cache: all tokens but the root.
       draft: None without a draft.
       root: the last chosen token.
-      output: texts and statistics.
+      output: tokens and statistics.
     """
 
     target_cache: KVCache

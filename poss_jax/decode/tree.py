@@ -35,7 +35,7 @@ class Beam(struct.PyTreeNode):
 
     Attributes:
       scores: path log-probability of each node.
-      index: each node's place in the list of candidates (-1: the root).
+      index: each node's index in the list of candidates (-1: the root).
       ancestors: beam nodes of all levels so far on each node's path, itself included.
     """
 
@@ -91,7 +91,7 @@ def next_beam(
     Args:
       beam: the nodes whose children `level` lists.
       level: those children.
-      first_index: place of the level's first candidate in the whole list.
+      first_index: index of the level's first candidate in the whole list.
       top_k: W.
 
     Returns:

@@ -81,7 +81,7 @@ Visit = Callable[[Depth, Any], tuple[Array, Any, Any]]
 
 
 def first_version(features: Float[Array, "B T D"], depth: int) -> Versions:
-    """Starts the recursion: the features of depth 0, and room for later depths."""
+    """Starts the recursion: the features of depth 0, and space for later depths."""
     older = jnp.zeros((depth, *features.shape), features.dtype)
     return Versions(split_batch(older, axis=1), features)
 

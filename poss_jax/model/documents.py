@@ -120,7 +120,7 @@ def encode(
     frequencies = frequencies_in(documents, config.rope, config.head_dim)
 
     kept = sorted(set(aux_layers))
-    places = [kept.index(n) if n in kept else len(kept) for n in range(config.num_layers)]
+    rows = [kept.index(n) if n in kept else len(kept) for n in range(config.num_layers)]
 
     def body(carry: tuple[Array, Array], step: tuple[Params, Array]) -> tuple[Any, None]:
         (hidden, aux), (layer_params, row) = carry, step
@@ -134,7 +134,7 @@ def encode(
     hidden = split_batch(embed(params["embed"]["weight"], tokens).astype(dtype))
     # One slot more than requested layers: all other layers' inputs go there.
     aux = jnp.zeros((len(kept) + 1 if kept else 0, *hidden.shape), hidden.dtype)
-    steps = params["layers"], jnp.array(places)
+    steps = params["layers"], jnp.array(rows)
     (hidden, aux), _ = lax.scan(body, (hidden, split_batch(aux, axis=1)), steps)
     final = rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
     return jnp.concatenate([*(aux[kept.index(n)] for n in aux_layers), final], axis=-1)
