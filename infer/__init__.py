@@ -6,6 +6,6 @@ serve.py     the server
 bench/       compares drafts; the programs below measure with it
 drift/       measures drafts by depth
 tune/        finds the fastest draft trees
-lossless.py  checks that speculative and plain texts are equal; equality.py compares them
+lossless.py  checks that speculative and plain texts are equal; lossless_run.py compares them
 roofline.py  compares every phase with its floor
 """

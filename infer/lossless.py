@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, _ = read_settings(arguments, prog="infer.lossless", doc=__doc__)
     need_equal_texts(config)
     with waiting("importing JAX ..."):
-        from .equality import check
+        from .lossless_run import check
     check(config)
 
 

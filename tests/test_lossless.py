@@ -10,9 +10,9 @@ from models import make_engine, random_target, tiny_llama
 from programs import Runs, write_lines
 from test_distribution import raw_bonus
 
-from infer import equality
+from infer import lossless_run
 from infer.bench.__main__ import main
-from infer.equality import Scores, examine
+from infer.lossless_run import Scores, examine
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.engine.answers import Generation
@@ -58,12 +58,12 @@ def test_scores_of_a_low_temperature_round_as_coarsely_as_their_logits():
 
 def test_more_accepted_than_the_tree_is_deep_is_a_failure():
     engine = SimpleNamespace(drafting="coupled")
-    setting = equality.Setting("EAGLE", engine, TreeConfig(depth=3, top_k=2, total_tokens=6), 1)
+    setting = lossless_run.Setting("EAGLE", engine, TreeConfig(depth=3, top_k=2, total_tokens=6), 1)
     answers = [
         Generation([1], [2] * 9, None, accepted, accepted, "length")
         for accepted in ([3, 2], [4, 1])
     ]
-    (found,) = equality.find_overlong(setting, answers)
+    (found,) = lossless_run.find_overlong(setting, answers)
     assert (found["answer"], found["accepted"], found["is_excused"]) == (1, 4, False)
 
 
@@ -81,10 +81,10 @@ def arguments(runs: Runs, tmp_path) -> list[str]:
 @pytest.fixture
 def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest tree, in batches, at three temperatures; each tree costs compilations."""
-    monkeypatch.setattr(equality, "SHAPES", ((1, 3, 4),))
-    monkeypatch.setattr(equality, "TEMPERATURES", (0.0, 0.1, 1.0))
-    every = equality.list_settings
-    monkeypatch.setattr(equality, "list_settings", lambda decoder: islice(every(decoder), 1, 2))
+    monkeypatch.setattr(lossless_run, "SHAPES", ((1, 3, 4),))
+    monkeypatch.setattr(lossless_run, "TEMPERATURES", (0.0, 0.1, 1.0))
+    every = lossless_run.list_settings
+    monkeypatch.setattr(lossless_run, "list_settings", lambda decoder: islice(every(decoder), 1, 2))
 
 
 @pytest.mark.usefixtures("few_settings")
@@ -94,7 +94,7 @@ def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys):
     assert "| PosS-2, tree 1/3/4, batch 4 | 12 | 0 | 0 |" in out
     report = json.loads(out.splitlines()[-1])
     assert report["failures"] == report["excused"] == [] and report["answers"] == 12
-    assert 0 < report["largest_rounding"] < equality.MAX_ROUNDING
+    assert 0 < report["largest_rounding"] < lossless_run.MAX_ROUNDING
 
 
 def test_a_replay_ends_with_its_text():
@@ -103,7 +103,7 @@ def test_a_replay_ends_with_its_text():
         llama, random_target(llama), tree=TreeConfig(depth=1, top_k=3, total_tokens=4)
     )
     prompt = engine.prepare([1, 2, 3], 3)
-    assert len(equality.replay(engine, [prompt], 0, 9, batch_size=2)) == 3
+    assert len(lossless_run.replay(engine, [prompt], 0, 9, batch_size=2)) == 3
 
 
 @pytest.mark.slow

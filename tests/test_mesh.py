@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import make_engine, random_target, tiny_llama
 
-from infer import equality
+from infer import lossless_run
 from infer.bench import measure, phases
 from infer.bench.costs import DEVICES
 from infer.tune import search
@@ -228,8 +228,8 @@ def test_measured_programs_run_on_the_mesh(engine: Engine) -> None:
         phases.draft_tree: (request, state),
         phases.verify_tree: (state, tree),
         phases.accept: (request, state, tree, out.logits),
-        equality._start: (request,),
-        equality._run_round: (request, state),
+        lossless_run._start: (request,),
+        lossless_run._run_round: (request, state),
         search._record_step: (request, state),
         search._finish_round: (request, state, tree),
         measure._plain_steps: (request, state),

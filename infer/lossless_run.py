@@ -45,7 +45,7 @@ MAX_ROUNDING = 1e-4  # of float32 logits; beyond it, the two forwards do not com
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to decode speculatively."""
+    """One method of speculative decoding."""
 
     draft: str
     engine: Engine
@@ -62,7 +62,7 @@ class Setting:
 def check_lossless(
     decoders: Sequence[Decoder], prompts: Sequence[PreparedPrompt]
 ) -> dict[str, Any]:
-    """Compares every draft, several trees and batch sizes with the first way, autoregressive.
+    """Compares every draft, several trees and batch sizes with autoregressive decoding.
 
     Returns:
       A JSON-compatible report; `failures` is empty if decoding is lossless.
@@ -97,8 +97,8 @@ def draw_jobs(engine: Engine, prompts: Sequence[PreparedPrompt]) -> Iterator[Pre
 
 def list_settings(decoder: Decoder) -> Iterator[Setting]:
     """The draft's own tree with coupled and argmax drafts, and `SHAPES`, alone and in batches."""
-    own = tree_for(decoder.engine.trees, 1) or default_tree()
-    trees: set[tuple[TreeConfig, Drafting]] = {(own, "coupled"), (own, "argmax")}
+    default = tree_for(decoder.engine.trees, 1) or default_tree()
+    trees: set[tuple[TreeConfig, Drafting]] = {(default, "coupled"), (default, "argmax")}
     for depth, top_k, total_tokens in SHAPES:
         trees.add((TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens), "coupled"))
     for (tree, drafting), size in product(sorted(trees, key=str), BATCH_SIZES):
@@ -138,12 +138,12 @@ def _compare(
         roundings.append(rounding * (temperature or 1))
         if index in different:
             tokens = outputs[index][0][at], outputs[index][1][at]
-            found = {"setting": setting.name, "answer": index, "token": at}
+            difference = {"setting": setting.name, "answer": index, "token": at}
             if min(len(alone), len(together)) > at:
-                found |= examine(alone[at], together[at], tokens, rounding, temperature or 1)
+                difference |= examine(alone[at], together[at], tokens, rounding, temperature or 1)
             else:
-                found |= {"tokens": tokens, "replay_ended_early": True, "is_excused": False}
-            (excused if found["is_excused"] else failures).append(found)
+                difference |= {"tokens": tokens, "replay_ended_early": True, "is_excused": False}
+            (excused if difference["is_excused"] else failures).append(difference)
     return {
         "setting": setting.name,
         "equal": len(jobs) - len(different),
@@ -187,7 +187,7 @@ def examine(
       rounding: the largest difference that was measured between their scores.
       temperature: temperature that the logits were divided by.
     """
-    chosen = tuple(int((one.filtered + one.noise).argmax()) for one in (expected, got))
+    chosen = tuple(int((scores.filtered + scores.noise).argmax()) for scores in (expected, got))
     best = np.sort(expected.filtered + expected.noise)[-2:]
     at_boundary = np.isfinite(expected.filtered) != np.isfinite(got.filtered)
     gap = float(best[1] - best[0])
@@ -205,16 +205,16 @@ def examine(
     }
 
 
-def _rounding(ones: Sequence[Scores], others: Sequence[Scores]) -> float:
+def _rounding(alone: Sequence[Scores], batched: Sequence[Scores]) -> float:
     """Largest change of the difference of two scores between two forwards, where both went on."""
-    shifts = [one.plain - other.plain for one, other in zip(ones, others, strict=False)]
+    shifts = [a.plain - b.plain for a, b in zip(alone, batched, strict=False)]
     return float(max(shift.max() - shift.min() for shift in shifts))
 
 
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+def _first_difference(first: Sequence[int], second: Sequence[int]) -> int:
     """Index of the first token that differs; of the last one if none does."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)) - 1)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)) - 1)
 
 
 def replay(
@@ -226,12 +226,12 @@ def replay(
     """
     config, request = engine.request(batch, batch_size=batch_size)
     state, seen = _start(engine.weights, config, request)
-    scores = [Scores(*(np.array(part[row, 0]) for part in seen))]
+    scores = [Scores(*(np.array(array[row, 0]) for array in seen))]
     while len(scores) <= last and not bool(state.output.is_done[row]):
-        before = int(state.output.num_tokens[row])
+        num_tokens = int(state.output.num_tokens[row])
         state, seen = _run_round(engine.weights, config, request, state)
-        landed = int(state.output.num_tokens[row]) - before
-        scores += [Scores(*(np.array(part[row, i]) for part in seen)) for i in range(landed)]
+        landed = int(state.output.num_tokens[row]) - num_tokens
+        scores += [Scores(*(np.array(array[row, i]) for array in seen)) for i in range(landed)]
     return scores[: last + 1]
 
 
@@ -239,9 +239,9 @@ def replay(
 @on_mesh
 def _start(weights: Weights, config: DecodeConfig, request: Request) -> tuple[DecodeState, Scores]:
     logits = speculate.prefill(weights, config, request).logits[:, None]
-    text = speculate.prompt_history(request)
+    history = speculate.prompt_history(request)
     depths = jnp.zeros(logits.shape[:2], jnp.int32)
-    scores = _scores(request, text, logits, request.lengths, depths)
+    scores = _scores(request, history, logits, request.lengths, depths)
     return speculate.start(weights, config, request), scores
 
 
@@ -256,16 +256,16 @@ def _run_round(
     out = speculate.verify_tree(weights, config, state, tree)
     chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
     acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
-    text = speculate.history_before(request, state.output, tree)
+    history = speculate.history_before(request, state.output, tree)
     first = state.target_cache.length + 1
-    scores = _scores(request, text, out.logits, first, tree.depths)
+    scores = _scores(request, history, out.logits, first, tree.depths)
     path = acceptance.path[:, :, None]
-    scores = Scores(*(jnp.take_along_axis(part, path, axis=1) for part in scores))
+    scores = Scores(*(jnp.take_along_axis(array, path, axis=1) for array in scores))
     return speculate.commit(weights, config, request, state, out, acceptance), scores
 
 
 def _scores(
-    request: Request, text: History, logits: jax.Array, first: jax.Array, depths: jax.Array
+    request: Request, history: History, logits: jax.Array, first: jax.Array, depths: jax.Array
 ) -> Scores:
     """Computes the scores of the tokens after some nodes once more."""
     wide, sampling = logits.astype(jnp.float32), request.sampling
@@ -274,8 +274,8 @@ def _scores(
     V = wide.shape[-1]
     noise = draw_noise(sampling, first, num_positions=depths.shape[1], vocab_size=V)
     return Scores(
-        shift_logits(wide, sampling, text, vocab_size=V),
-        process_logits(wide, sampling, text),
+        shift_logits(wide, sampling, history, vocab_size=V),
+        process_logits(wide, sampling, history),
         jnp.take_along_axis(noise, depths[:, :, None], axis=1),
     )
 
