@@ -105,8 +105,8 @@ class DecodingConfig:
       sampling: How tokens are chosen.
       tree: Size of the draft tree; null takes the one tuned for the draft on this kind of device
         (`infer.tune`), else the device's default (depth 4, top_k 4 and total_tokens 16 on CPU;
-        6, 10 and 60 on accelerators, less from four texts on).
-      drafting: How drafts propose tokens in sampled texts (docs/generate.md, "Ways to draft"):
+        6, 10 and 60 on accelerators, less from four requests on).
+      drafting: How drafts propose tokens when sampling (docs/generate.md, "Drafting methods"):
         coupled uses the noise that the target samples with, argmax takes the most likely tokens;
         both leave every text unchanged. sampled draws tokens and keeps them by a ratio test: texts
         have the same distribution, but not the same tokens as without a draft.
