@@ -48,7 +48,7 @@ class Plan(NamedTuple):
         has_head = draft.head_size is not None or self.work.draft_vocabulary is not None
         lent = [] if draft.has_embedding else ["embed"]
         lent += [] if has_head or name == "prefill" else ["head"]
-        return bytes_per_device([self.weights.draft[part] for part in lent])
+        return bytes_per_device([self.weights.draft[key] for key in lent])
 
     def floor(self, name: str) -> costs.Cost:
         """Least bytes and operations of a program, per device (a loop's: one round).
@@ -85,8 +85,8 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
     kind, dtype = config.quantise or record.quantised, jnp.dtype(config.dtype)
     weights = Weights(shapes_on(mesh, lambda: _make_target(target, dtype, kind)), {})
     if draft is not None:
-        own = shapes_on(mesh, lambda: _make_draft(draft, dtype, kind))
-        weights = weights._replace(draft=_attach(own, weights.target, num_tokens, mesh))
+        draft_weights = shapes_on(mesh, lambda: _make_draft(draft, dtype, kind))
+        weights = weights._replace(draft=_attach(draft_weights, weights.target, num_tokens, mesh))
     tree = fit_tree(config.tree, num_tokens or target.vocab_size)
     decode = DecodeConfig(target, draft, tree, rows=0, chunk=ACCELERATOR_CHUNKS[0])
     decode = decode._replace(mesh=decoding_mesh(mesh))
@@ -110,9 +110,9 @@ def compile_program(name: str, plan: Plan) -> Compiled:
     """Compiles one of `AheadConfig.programs`."""
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     jitted = {"prefill": prefill, "rounds": run_rounds}.get(name, run_round)
-    others = () if name == "prefill" else (state_shapes(plan, decode),)
+    state = () if name == "prefill" else (state_shapes(plan, decode),)
     began = time.monotonic()
-    lowered = jitted.lower(plan.weights, decode, plan.request, *others)
+    lowered = jitted.lower(plan.weights, decode, plan.request, *state)
     program, text = _compile(lowered, plan.mesh)
     return Compiled(program, text, time.monotonic() - began)
 
@@ -173,10 +173,10 @@ def _target_record(config: AheadConfig) -> ModelRecord:
     return ModelRecord(family="target", config=config.model, target=unknown, provenance={})
 
 
-def _attach(own: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
+def _attach(draft: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
     """Shapes of a draft with what it borrows; it gets its own copy of a reduced head."""
     ids = None if num_tokens is None else jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-    attached = jax.eval_shape(borrow_from_target, own, target, ids)
+    attached = jax.eval_shape(borrow_from_target, draft, target, ids)
     return shapes_on(mesh, lambda: attached)
 
 
@@ -205,10 +205,10 @@ def state_shapes(plan: Plan, decode: DecodeConfig) -> Any:
     """Shapes of the state after the prompt."""
     state = jax.eval_shape(lambda w, r: start(w, decode, r), plan.weights, plan.request)
 
-    def place(leaf: Any) -> Any:
+    def with_sharding(leaf: Any) -> Any:
         return _placed(leaf, NamedSharding(plan.mesh, partition_state(leaf.shape, plan.mesh)))
 
-    return jax.tree.map(place, state)
+    return jax.tree.map(with_sharding, state)
 
 
 def _placed(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
