@@ -239,7 +239,7 @@ def _describe_methods(
 
 
 def _reduced_head(engine: Engine) -> dict[str, float]:
-    """What a draft vocabulary would save on an accelerator; nothing if the draft has one."""
+    """Describes what a draft vocabulary would save on an accelerator; {} if the draft has one."""
     draft, V = engine.draft_config, engine.target_config.vocab_size
     is_whole = draft is not None and engine.weights.draft["head"]["weight"].shape[0] == V
     if jax.default_backend() == "cpu" or not is_whole or V <= FEW_TOKENS:

@@ -269,7 +269,7 @@ def _share_as_predicted(texts: Answers, decoded: Answers, tokens: np.ndarray) ->
 
 
 def _drift(by_depth: dict[str, Any]) -> list[float]:
-    """How far every depth's input has drifted; without features to compare, the tokens missed."""
+    """Drift of every depth's input; without features to compare, the tokens missed."""
     if "feature_distance" in by_depth:
         return [0.0, *by_depth["feature_distance"]["value"][:-1]]  # the first reads the target's
     return [1 - share for share in by_depth["agreement"]["value"]]

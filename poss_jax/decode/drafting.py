@@ -41,7 +41,7 @@ from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
 class Level(NamedTuple):
-    """Where a beam's children stand: depth, position and path.
+    """Coordinates of a beam's children.
 
     Attributes:
       depth: draft position of the children, static.

@@ -107,8 +107,8 @@ def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int)
         # In place; a scatter becomes a loop on TPU and copies the whole array.
         def write(row: Array | int, stored: Array) -> Array:
             at = {0: row, axis: start[row]}
-            own = lax.dynamic_slice_in_dim(new, row, 1, 0)
-            return lax.dynamic_update_slice(stored, own, [at.get(i, 0) for i in range(stored.ndim)])
+            x = lax.dynamic_slice_in_dim(new, row, 1, 0)
+            return lax.dynamic_update_slice(stored, x, [at.get(i, 0) for i in range(stored.ndim)])
 
         return lax.fori_loop(0, len(start), write, stored, unroll=min(len(start), _UNROLLED))
 
@@ -121,7 +121,7 @@ def commit_rows(cache: KVCache, rows: KeysValues, num_kept: Int[Array, " B"]) ->
     """Writes rows after the committed ones.
 
     Args:
-      cache: has room for all of them above `length`.
+      cache: has capacity for all of them above `length`.
       rows: keys and values to append.
       num_kept: number of valid rows; the others are overwritten later.
     """
@@ -129,7 +129,7 @@ def commit_rows(cache: KVCache, rows: KeysValues, num_kept: Int[Array, " B"]) ->
 
     def written(stored: list[Array], new: list[Array]) -> list[Array]:
         pairs = zip(stored, new, strict=True)
-        return [write_rows(old, one, start, axis=2) for old, one in pairs]
+        return [write_rows(old, rows, start, axis=2) for old, rows in pairs]
 
     k, v = written(cache.k, rows.k), written(cache.v, rows.v)
     return cache.replace(k=k, v=v, length=start + num_kept)
@@ -147,10 +147,10 @@ def cut_rows(cache: KVCache, first: Int[Array, ""], *, count: int) -> KeysValues
 def take_rows(rows: KeysValues, index: Int[Array, "B A"]) -> KeysValues:
     """Picks rows, in the order of `index`."""
 
-    def taken(own: Array) -> Array:
+    def taken(stored: Array) -> Array:
         if len(index) == 1:
-            return jnp.take(own, index[0], axis=2)
-        return jnp.take_along_axis(own, index[:, None, :, None], axis=2)
+            return jnp.take(stored, index[0], axis=2)
+        return jnp.take_along_axis(stored, index[:, None, :, None], axis=2)
 
     return KeysValues([taken(k) for k in rows.k], [taken(v) for v in rows.v])
 
@@ -186,7 +186,7 @@ def attend_cached(
     q: Float[Array, "B N T H"],
     stored: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
     length: Int[Array, " B"],
-    own: tuple[Float[Array, "B K M H"], Float[Array, "B K M H"]],
+    new: tuple[Float[Array, "B K M H"], Float[Array, "B K M H"]],
     can_attend: Bool[Array, "B T M"] | None,
 ) -> Float[Array, "B T N*H"]:
     """Grouped-query attention over the committed rows of a layer and the forward's own ones.
@@ -200,17 +200,17 @@ def attend_cached(
       q: rotated queries.
       stored: keys and values of the cache; each query attends rows below `length`.
       length: committed rows of each sequence.
-      own: keys and values of the forward's rows; M may be 0 if `length` is not.
+      new: keys and values of the forward's rows; M may be 0 if `length` is not.
       can_attend: which own rows each query attends; it must attend at least one row in all. None:
         its own row and the ones before.
     """
     size = stored[0].shape[2]
-    args = q, stored, length, own, can_attend
-    whole = _by_blocks(size)
+    args = q, stored, length, new, can_attend
+    in_one_block = _by_blocks(size)
     if block_rows(size) == size:
-        return whole(*args)
-    blocks, tpu = (_by_blocks(block_rows(size, least)) for least in (128, 512))
-    gpu = tpu if q.shape[2] > _FEW_QUERIES and size > _LONG else whole
+        return in_one_block(*args)
+    blocks, tpu = (_by_blocks(block_rows(size, min_rows)) for min_rows in (128, 512))
+    gpu = tpu if q.shape[2] > _FEW_QUERIES and size > _LONG else in_one_block
     cuda = by_kernels if has_kernel(q, stored[0]) else gpu
     return lax.platform_dependent(*args, cuda=cuda, rocm=gpu, tpu=tpu, default=blocks)
 
@@ -219,13 +219,13 @@ _FEW_QUERIES = 64  # as in a round; a prompt's chunk has more
 _LONG = 4096
 
 
-def block_rows(size: int, least: int = 128) -> int:
+def block_rows(size: int, min_rows: int = 128) -> int:
     """Rows per block: few enough to stop near the used length, but not too many blocks.
 
-    A loop turn costs a TPU more than a CPU, so TPUs use more rows as `least`. A cache of two blocks
-    becomes one: a loop that stops halfway saves less than it takes to compile.
+    A loop turn costs a TPU more than a CPU, so TPUs use more rows as `min_rows`. A cache of two
+    blocks becomes one: a loop that stops halfway saves less than it takes to compile.
     """
-    block = max(least, size // 1024 * 128)
+    block = max(min_rows, size // 1024 * 128)
     return size if size <= 2 * block else block
 
 
@@ -233,7 +233,7 @@ def by_kernels(
     q: Array,
     stored: tuple[Array, Array],
     length: Array,
-    own: tuple[Array, Array],
+    new: tuple[Array, Array],
     can_attend: Array | None,
     *,
     interpret: bool = False,
@@ -247,7 +247,7 @@ def by_kernels(
 
     add_stored = partial(add_used_rows, interpret=interpret)
     # Without the barrier XLA computes the queries once for each of their users.
-    args = lax.optimization_barrier(q), stored, length, own, can_attend
+    args = lax.optimization_barrier(q), stored, length, new, can_attend
     return _attend_by(attend_own, add_stored, *args)
 
 
@@ -261,14 +261,14 @@ def _attend_by(
     q: Array,
     stored: tuple[Array, Array],
     length: Array,
-    own: tuple[Array, Array],
+    new: tuple[Array, Array],
     can_attend: Array | None,
 ) -> Array:
     """`attend_cached` with one way of attending the own rows and one of adding the committed."""
     B, N, T, H = q.shape
     K = stored[0].shape[1]
     rows = q.reshape(B, K, N // K, T, H)  # the queries of a group are rows of one product
-    softmax = attend_own(rows, *own, can_attend)
+    softmax = attend_own(rows, *new, can_attend)
     _, total, mean = add_stored(softmax, rows, stored, length)
     return merge_heads((mean / total).astype(q.dtype).reshape(B, N, T, H))
 

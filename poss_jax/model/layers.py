@@ -95,8 +95,8 @@ def rope_frequencies(
     Args:
       rope: the kind of embedding and its numbers.
       head_dim: width of a head.
-      length: most positions each text will hold; used by a rope that `follows_length`. One number
-        per text rotates all its keys alike, in any order of computation.
+      length: most positions each sequence will hold, for a rope that `follows_length`. One number
+        per sequence rotates all its keys alike, in any order of computation.
     """
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32)[None] / head_dim
     theta = jnp.full((len(length), 1), rope.theta, jnp.float32)
@@ -161,7 +161,7 @@ def rotate(
     if frequencies.ndim == 2:
         frequencies = frequencies[:, None]
     angles = (positions.astype(jnp.float32)[..., None] * frequencies)[:, None]
-    cos, sin = ((scale * part(angles)).astype(x.dtype) for part in (jnp.cos, jnp.sin))
+    cos, sin = ((scale * function(angles)).astype(x.dtype) for function in (jnp.cos, jnp.sin))
     return lax.platform_dependent(x, cos, sin, cuda=_rotate_turned, default=_rotate_halves)
 
 
@@ -258,7 +258,7 @@ class Attention(nn.Module):
         if self.has_variable("params", "kv"):
             k, v = self._parts(self.kv(normed), 1, 1)
         else:
-            k, v = (split_heads(part(normed), self.config.head_dim) for part in (self.k, self.v))
+            k, v = (split_heads(layer(normed), self.config.head_dim) for layer in (self.k, self.v))
         return self._normed_keys(k), v
 
     def queries_keys_values(
@@ -278,7 +278,7 @@ class Attention(nn.Module):
         grouped = projected.reshape(B, T, K, sum(heads), H)
         ends = list(itertools.accumulate(heads))
         parts = jnp.split(grouped, ends[:-1], axis=3)
-        return [jnp.moveaxis(part.reshape(B, T, -1, H), 2, 1) for part in parts]
+        return [jnp.moveaxis(block.reshape(B, T, -1, H), 2, 1) for block in parts]
 
     def _normed_queries(self, q: Array) -> Array:
         return self.q_norm(q) if self.config.qk_norm else q
@@ -397,7 +397,7 @@ def fuse_layer(params: Params, config: LlamaConfig, *, parts: Literal["kv", "qkv
     """
     attention = params["attention"]
     if "k" in attention:
-        joined = _interleave([attention[part] for part in parts], config.num_kv_heads)
+        joined = _interleave([attention[name] for name in parts], config.num_kv_heads)
         attention = {name: attention[name] for name in attention if name not in parts}
         attention |= {parts: joined}
     mlp = params["mlp"]

@@ -90,8 +90,8 @@ def _converted(rows: Array, values: Array, *, dtype: Any) -> Array:
 
 
 def _summed_on_cpu(rows: Array, values: Array, *, dtype: Any) -> Array:
-    most = _SUMMED_ROWS[-1]
-    chunks = (rows[first : first + most] for first in range(0, len(rows), most))
+    size = _SUMMED_ROWS[-1]
+    chunks = (rows[first : first + size] for first in range(0, len(rows), size))
     out = jnp.concatenate([_sum_products(chunk, values) for chunk in chunks])
     return out.reshape(-1, *values.shape[:-1]).astype(dtype)
 

@@ -46,11 +46,11 @@ def quantise(weight: Float[Array, "out_dim in_dim"], kind: Quantisation) -> Quan
 
     Errors: int8 at most half a scale, fp8 1/16 of the value or 2**-10 scales.
     """
-    dtype, most = _TYPES[kind]
+    dtype, max_value = _TYPES[kind]
     wide = weight.astype(jnp.float32)
-    scale = jnp.abs(wide).max(axis=-1) / most
+    scale = jnp.abs(wide).max(axis=-1) / max_value
     scale = jnp.where(scale == 0, 1.0, scale)
-    values = jnp.clip(wide / scale[:, None], -most, most)
+    values = jnp.clip(wide / scale[:, None], -max_value, max_value)
     values = jnp.round(values) if kind == "int8" else values
     return Quantised(values.astype(dtype), scale)
 
@@ -62,8 +62,8 @@ def is_quantisable(path: str) -> bool:
 
 def weight_path(path: str) -> str:
     """Returns the weight's path for a path of its values or scale; other paths unchanged."""
-    weight, _, part = path.rpartition("/")
-    is_part = weight.endswith("/weight") and part in ("values", "scale")
+    weight, _, leaf = path.rpartition("/")
+    is_part = weight.endswith("/weight") and leaf in ("values", "scale")
     return weight if is_part else path
 
 
@@ -79,7 +79,7 @@ def quantise_target(params: Params, kind: Quantisation) -> Params:
 
 def quantise_specialists(draft: Params, kind: Quantisation) -> Params:
     """Quantises the layers of a draft, as it is done for its target."""
-    layers = {name: part for name, part in draft.items() if isinstance(part, list)}
+    layers = {name: params for name, params in draft.items() if isinstance(params, list)}
     return draft | quantise_target(layers, kind)
 
 
@@ -105,16 +105,16 @@ def pack(item: Params) -> Any:
     """Turns every dict of values and scale, the stored form, into a `Quantised`."""
     if item.keys() == {"values", "scale"}:
         return Quantised(**item)
-    return {name: pack(part) if isinstance(part, dict) else part for name, part in item.items()}
+    return {name: pack(value) if isinstance(value, dict) else value for name, value in item.items()}
 
 
 def unpack(item: Params) -> Params:
     """Reverses `pack`."""
 
-    def visit(part: Any) -> Any:
-        return dict(vars(part)) if isinstance(part, Quantised) else part
+    def visit(value: Any) -> Any:
+        return dict(vars(value)) if isinstance(value, Quantised) else value
 
-    return jax.tree.map(visit, item, is_leaf=lambda part: isinstance(part, Quantised))
+    return jax.tree.map(visit, item, is_leaf=lambda value: isinstance(value, Quantised))
 
 
 def _cast(item: Params, dtype: Any) -> Params:

@@ -139,7 +139,7 @@ def _silence(layer: Params) -> Params:
 
 
 def fuse_target(
-    params: Params, config: LlamaConfig, place: Callable[[Params], Params] = lambda part: part
+    params: Params, config: LlamaConfig, put: Callable[[Params], Params] = lambda item: item
 ) -> Params:
     """Fuses the projections of every layer of a list (`fuse_layer`), one layer after the other.
 
@@ -148,13 +148,13 @@ def fuse_target(
     Args:
       params: the target.
       config: its shape.
-      place: moves fused parameters to their devices.
+      put: moves fused parameters to their devices.
     """
-    layers, given = [], params["layers"]
-    while given:
-        layer = fuse_layer(given.pop(0), config, parts="qkv")
-        layers += place({"layers": [layer]})["layers"]
-    return place({name: part for name, part in params.items() if name != "layers"}) | {
+    layers, remaining = [], params["layers"]
+    while remaining:
+        layer = fuse_layer(remaining.pop(0), config, parts="qkv")
+        layers += put({"layers": [layer]})["layers"]
+    return put({name: item for name, item in params.items() if name != "layers"}) | {
         "layers": layers
     }
 
