@@ -299,21 +299,18 @@ def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path: Path) -> None:
 def test_a_device_reads_its_own_rows_and_no_others() -> None:
     features, reads = features_of((20, 3, 4)), []
 
-    class Source:
-        shape, missing = features.shape, []
-
-        def describe(self) -> str:
-            return "here"
-
+    class Recording(FeatureCache):
         def read(self, rows: np.ndarray) -> np.ndarray:
             reads.append(rows.tolist())
             return features[rows]
 
     tokens = np.arange(60, dtype=np.int32).reshape(20, 3)
     rows = Rows(tokens, tokens > 3, np.ones_like(tokens))
-    joined = join_features(Prepared(rows[:14], rows[14:], {}), Source())
+    joined = join_features(
+        Prepared(rows[:14], rows[14:], {}), Recording(Path(), {}, (20, 3, 4), 20)
+    )
     train, held_out = joined.train, joined.validation
-    assert joined.report == {"features": "here"} and isinstance(held_out, RowsWithFeatures)
+    assert "20 x 3 x 4" in joined.report["features"] and isinstance(held_out, RowsWithFeatures)
     assert len(train) == 14 and held_out.features.shape == (6, 3, 4)
     index = rows_at(14, 2, 8, seed=0)
     batch = put_batch(batch_at(train, 2, 8, 0), make_mesh(MeshConfig(data=8)))

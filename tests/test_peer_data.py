@@ -3,15 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from programs import write_lines
 
 from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
-from poss_jax.data import feature_files
 from poss_jax.data.conversations import Chat, Rendered, Tokens
-from poss_jax.data.feature_files import FeatureFiles
 from poss_jax.data.sources import Documents, load_documents
 
 TOOLS = '[{"type": "function", "function": {"name": "add"}}]'
@@ -81,37 +78,10 @@ def test_the_folder_of_speculators(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ("states/**/*.ckpt.gz", "unpack them: gunzip -r FOLDER"),
+        ("ge_data/**/data_*.ckpt", "give the texts or tokens that they were made of"),
         ("prepared/hidden_states/hs_*.safetensors", "lack the target's last norm; give the folder"),
     ],
 )
 def test_what_is_refused(source: str, error: str) -> None:
     with pytest.raises(UserError, match=error):
         load(source)
-
-
-def test_inner_states_of_specforge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft of inner states reads both, cut to the row; another takes the final states."""
-    rng, T, D = np.random.default_rng(0), 6, 4
-    stored = {
-        "input_ids": np.arange(8),
-        "loss_mask": np.ones(8, np.int64),
-        "hidden_state": rng.standard_normal((1, 8, D)).astype(np.float16),
-        "aux_hidden_state": rng.standard_normal((1, 8, 3 * D)).astype(np.float16),
-    }
-    monkeypatch.setattr(feature_files, "read_bin", lambda path, **_: dict(stored))
-    final, inner = stored["hidden_state"][0, :T], stored["aux_hidden_state"][0, :T]
-
-    def of_width(width: int) -> FeatureFiles:
-        tokens = np.arange(T)[None]
-        return FeatureFiles(("data_0.ckpt",), (1, T, width), np.dtype(np.float32), tokens)
-
-    of_width(4 * D).check_states()
-    (row,) = of_width(4 * D).read(np.array([0]))
-    np.testing.assert_array_equal(row, np.concatenate([inner, final], axis=1))
-    np.testing.assert_array_equal(of_width(D).read(np.array([0]))[0], final)
-    with pytest.raises(UserError, match=r"want width 12, got \[12, 4\]; the draft reads inner"):
-        of_width(3 * D).check_states()
-    del stored["aux_hidden_state"]
-    with pytest.raises(UserError, match=r"data_0\.ckpt: features of another draft: want width 16"):
-        of_width(4 * D).check_states()

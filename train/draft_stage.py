@@ -191,7 +191,7 @@ class DraftStage:
     def _open_rows(self, folder: AnyPath) -> None:
         """Reads the text and looks for its features."""
         config, target = self._run, self._record.llama
-        load = functools.partial(load_documents, config.data, target.hidden_size)
+        load = functools.partial(load_documents, config.data)
         prepared = prepare_rows(folder, config, self.tokenizer, target, load)
         self._features = find_features(config, self._record, prepared, self._dtype, self.config)
         if self._features is not None:

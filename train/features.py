@@ -20,8 +20,7 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
-from poss_jax.data.feature_files import FeatureFiles
-from poss_jax.data.features import LOCK, FeatureCache, FeatureSource, open_cache
+from poss_jax.data.features import LOCK, FeatureCache, open_cache
 from poss_jax.data.prepared import Prepared
 from poss_jax.data.rows import Rows
 from poss_jax.model.documents import TrainBatch, encode
@@ -49,26 +48,17 @@ def find_features(
     prepared: Prepared,
     dtype: Any,
     draft: DraftConfig,
-) -> FeatureSource | None:
-    """Finds the features of a run's rows, with the data or in a cache; None: there are none.
-
-    A cache may still be incomplete.
+) -> FeatureCache | None:
+    """Finds the cache of a run's features, which may be incomplete; None: there is none.
 
     Raises:
       UserError: a cache has other features, or its disk has no room for the missing ones.
     """
+    if config.features.cache is None:
+        return None
     num_rows = len(prepared.train) + len(prepared.validation)
     width = (len(draft.aux_layers) + 1) * record.llama.hidden_size
     shape = num_rows, config.data.sequence_length, width
-    if prepared.files and config.features.cache is not None:
-        raise UserError("features.cache: data.source brings features; leave out the cache")
-    if prepared.files:
-        tokens = np.concatenate([prepared.train.tokens, prepared.validation.tokens])
-        files = FeatureFiles(prepared.files, shape, np.dtype(dtype), tokens)
-        files.check_states()
-        return files
-    if config.features.cache is None:
-        return None
     made_from = {
         "target": _hash_target(record),
         "rows": _hash_rows(prepared),
@@ -82,16 +72,16 @@ def find_features(
     return cache
 
 
-def is_complete(features: FeatureSource | None) -> bool:
+def is_complete(features: FeatureCache | None) -> bool:
     """True in every process if all features are known without the target.
 
     Raises:
       UserError: they are complete, but this process does not see them.
     """
-    has_all = features is not None and broadcast_from_first(lambda: not features.missing)
-    if has_all and isinstance(features, FeatureCache):
-        features.check_seen()
-    return has_all
+    if features is None or not broadcast_from_first(lambda: not features.missing):
+        return False
+    features.check_seen()
+    return True
 
 
 def load_layers(folder: str, record: ModelRecord, dtype: Any, mesh: Mesh) -> Params:

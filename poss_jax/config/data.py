@@ -16,8 +16,7 @@ class DataConfig:
     Attributes:
       source: A .txt, .json or .jsonl file or glob, a data set's id on the Hub or folder, or
         `stdlib` (Python's standard library), `packages` (it and all installed packages),
-        `packages:NAME,NAME` (these packages). Stage draft also takes .ckpt files of tokens and
-        features.
+        `packages:NAME,NAME` (these packages).
       subset: Configuration of the Hub data set.
       split: Split of the Hub data set, or of the saved one.
       format: Format of the records: `chat` (messages, conversations), `pairs` (question and answer,

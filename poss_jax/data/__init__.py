@@ -11,7 +11,6 @@ templates.py      chat templates, and which characters of a chat are trained
 tokenizer.py      the embedded tokenizer; loading any
 encoding.py       documents -> tokens and loss masks
 features.py       rows with features, read on demand; features kept on disk
-feature_files.py  features that other programs stored
 rows.py           sequences laid into rows; the batch of a step
 prepared.py       the rows of a run, kept in its folder
 """

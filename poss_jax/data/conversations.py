@@ -44,12 +44,10 @@ class Tokens:
     Attributes:
       ids: [length] int64.
       trained: [length] bool; True for trained tokens.
-      file: file of the target's features for them; "" if none.
     """
 
     ids: np.ndarray
     trained: np.ndarray
-    file: str = ""
 
 
 Document = str | Rendered | Chat | Tokens

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -41,49 +41,26 @@ _SEEN_SECONDS = 90.0
 _LOOK_SECONDS = 1.0
 
 
-@runtime_checkable
-class FeatureSource(Protocol):
-    """Features of a whole data set, somewhere on disk."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Rows, tokens of a row, width."""
-        ...
-
-    @property
-    def missing(self) -> list[int]:
-        """Parts still to be written before all rows can be read."""
-        ...
-
-    def describe(self) -> str:
-        """Describes the features."""
-        ...
-
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """[n T D] of some rows."""
-        ...
-
-
 @dataclass(frozen=True)
 class LazyFeatures:
-    """Features [n T D] of some rows of a source; slices are read when taken.
+    """Features [n T D] of some rows of a cache; slices are read when taken.
 
     Attributes:
-      source: source of all features.
+      cache: features of all rows.
       rows: [n] indices of its rows.
     """
 
-    source: FeatureSource
+    cache: "FeatureCache"
     rows: np.ndarray
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape, as of an array."""
-        return len(self.rows), *self.source.shape[1:]
+        return len(self.rows), *self.cache.shape[1:]
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         first, *inner = index
-        return self.source.read(self.rows[first])[:, *inner]
+        return self.cache.read(self.rows[first])[:, *inner]
 
 
 @dataclass(frozen=True)
@@ -97,21 +74,21 @@ class RowsWithFeatures(Rows):
     features: LazyFeatures
 
     def __getitem__(self, index: slice | np.ndarray) -> "RowsWithFeatures":
-        features = LazyFeatures(self.features.source, self.features.rows[index])
+        features = LazyFeatures(self.features.cache, self.features.rows[index])
         return RowsWithFeatures(**vars(super().__getitem__(index)), features=features)
 
 
-def join_features(prepared: Prepared, source: FeatureSource) -> Prepared:
-    """Joins rows with a source that holds training rows first, then held-out rows."""
+def join_features(prepared: Prepared, cache: "FeatureCache") -> Prepared:
+    """Joins rows with a cache that holds training rows first, then held-out rows."""
     train, validation = prepared.train, prepared.validation
     every = np.arange(len(train) + len(validation))
-    of_train = LazyFeatures(source, every[: len(train)])
-    of_validation = LazyFeatures(source, every[len(train) :])
+    of_train = LazyFeatures(cache, every[: len(train)])
+    of_validation = LazyFeatures(cache, every[len(train) :])
     return replace(
         prepared,
         train=RowsWithFeatures(**vars(train), features=of_train),
         validation=RowsWithFeatures(**vars(validation), features=of_validation),
-        report=prepared.report | {"features": source.describe()},
+        report=prepared.report | {"features": cache.describe()},
     )
 
 

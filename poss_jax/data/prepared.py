@@ -35,13 +35,11 @@ class Prepared:
       train: rows to train on.
       validation: rows held out.
       report: used and dropped records; lengths, packing and trained share of the documents.
-      files: feature file of every row, training rows first; empty without features.
     """
 
     train: Rows
     validation: Rows
     report: dict[str, Any]
-    files: tuple[str, ...] = ()
 
 
 def prepare(
@@ -87,11 +85,7 @@ def make_prepared(
         documents = _fit_chats(documents, template)
     elif isinstance(first, str):
         _refuse_spelled_out(documents.train, config, tokenizer)
-    has_features = isinstance(first, Tokens) and first.file != ""
-    usual = "none" if has_features else "stream" if isinstance(first, str) else "documents"
-    packing = config.packing or usual
-    if has_features and packing != "none":
-        raise UserError(f"data.packing {packing}: a file of features fills a row alone; want none")
+    packing = config.packing or ("stream" if isinstance(first, str) else "documents")
     parts = {name: _Part(config, packing, vocab_size, tally) for name in _PARTS}
     for name, split in parts.items():
         split_documents = getattr(documents, name)
@@ -114,8 +108,7 @@ def make_prepared(
         "used_in_part": dict(tally.cut.most_common()),
         **{name: split.statistics(rows[name]) for name, split in parts.items()},
     }
-    files = tuple(file for split in parts.values() for file in split.files)
-    return Prepared(**rows, report=report, files=files)
+    return Prepared(**rows, report=report)
 
 
 def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
@@ -156,17 +149,12 @@ class _Part:
             trained = sequence.trained | (self._config.train_on == "all")
             if trained[: self._most].any():
                 ids, trained = sequence.ids[: self._most], trained[: self._most]
-                self._sequences.append(Tokens(ids, trained, sequence.file))
+                self._sequences.append(Tokens(ids, trained))
                 self._lengths.append(len(sequence.ids))
         if len(self._sequences) == num_sequences:
             where = f"the first {self._most} tokens" if self._most else "it"
             self._tally.drop(_excerpt(document), Broken(f"nothing to learn in {where}"))
         self._split += len(sequences) > 1
-
-    @property
-    def files(self) -> list[str]:
-        """Feature files, in the order of the rows."""
-        return [sequence.file for sequence in self._sequences if sequence.file]
 
     def rows(self) -> Rows:
         return make_rows(self._sequences, self._config.sequence_length, self._packing)
@@ -248,8 +236,7 @@ def _write(path: AnyPath, prepared: Prepared, made_from: str) -> None:
         for split in _PARTS
         for name, array in vars(getattr(prepared, split)).items()
     }
-    report, files = json.dumps(prepared.report), json.dumps(prepared.files)
-    metadata = {"made_from": made_from, "report": report, "files": files}
+    metadata = {"made_from": made_from, "report": json.dumps(prepared.report)}
     with replaced(path) as partial, partial.open("wb") as file:
         np.savez(file, **metadata, **arrays)
 
@@ -267,7 +254,6 @@ def _read(path: AnyPath, made_from: str) -> Prepared:
             for split in _PARTS
         }
         report, saved_from = json.loads(str(arrays["report"])), str(arrays["made_from"])
-        files = tuple(json.loads(str(arrays["files"])))
     except Exception as error:  # zipfile raises many kinds on damaged headers
         raise UserError(
             f"{path}: want the rows of this run, got a damaged file ({one_line(error)}); remove it "
@@ -278,4 +264,4 @@ def _read(path: AnyPath, made_from: str) -> Prepared:
             f"{path}: these rows were made with another tokenizer, template or data section; "
             "start from scratch with --overwrite"
         )
-    return Prepared(**rows, report=report, files=files)
+    return Prepared(**rows, report=report)

@@ -24,8 +24,13 @@ _SMALLEST, _LARGEST = 1024, 1 << 18  # bytes of a module; larger ones are tables
 _STDLIB = "python"  # as a package
 _SUFFIXES = (".txt", ".json", ".jsonl")
 _SAVED = ("state.json", "dataset_dict.json")  # in a folder that `datasets` has saved
+_STATES = (
+    "states that other programs stored are not read; give the texts or tokens that they were made "
+    "of, and features.cache for states of our own"
+)
 _UNREADABLE = {
-    ".ckpt.gz": "compressed files cannot be mapped into memory; unpack them: gunzip -r FOLDER",
+    ".ckpt": _STATES,
+    ".ckpt.gz": _STATES,
     ".safetensors": "hidden states of speculators lack the target's last norm; give the folder of "
     "its data set for the tokens, and features.cache for states of our own",
 }

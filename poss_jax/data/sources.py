@@ -4,14 +4,13 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
 from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
-from poss_jax.data.conversations import Document, Tokens, content_key, detect_format, read_document
-from poss_jax.data.feature_files import SUFFIX, read_feature_files
+from poss_jax.data.conversations import Document, content_key, detect_format, read_document
 from poss_jax.data.records import Broken, read_records
 
 _NAMED = 3  # of the dropped records
@@ -67,20 +66,17 @@ class Documents:
     tally: Tally
 
 
-def load_documents(config: DataConfig, width: int | None = None) -> Documents:
+def load_documents(config: DataConfig) -> Documents:
     """Reads the documents of `config.source` and holds some of them out.
 
     A document's side depends only on its name (`stdlib`), its package (`packages`) or its content
     (other sources), so the split survives added documents, and duplicates are on one side.
 
-    Args:
-      width: width that stored features must have; None: any.
-
     Raises:
       UserError: nothing to read, too many unusable records, or an empty side of the split.
     """
     documents = Documents([], [], Tally(config.source))
-    usable = _usable_documents(config, width, documents.tally)
+    usable = _usable_documents(config, documents.tally)
     for key, document in itertools.islice(usable, config.max_documents):
         side = documents.validation if _is_held_out(key, config) else documents.train
         side.append(document)
@@ -94,15 +90,10 @@ def load_documents(config: DataConfig, width: int | None = None) -> Documents:
     return documents
 
 
-def _usable_documents(
-    config: DataConfig, width: int | None, tally: Tally
-) -> Iterator[tuple[str, Document]]:
+def _usable_documents(config: DataConfig, tally: Tally) -> Iterator[tuple[str, Document]]:
     """Yields (key that decides the side of the split, document)."""
-    has_features = config.source.endswith(SUFFIX)
-    setting = "tokens" if has_features else config.format
-    kind = None if setting == "auto" else setting
-    records = read_feature_files(config, width) if has_features else read_records(config)
-    for where, record in tqdm(records, desc="read", unit="rec", delay=2):
+    kind = None if config.format == "auto" else config.format
+    for where, record in tqdm(read_records(config), desc="read", unit="rec", delay=2):
         tally.records += 1
         if isinstance(record, dict):
             kind = kind or detect_format(record)
@@ -112,8 +103,6 @@ def _usable_documents(
         if isinstance(document, Broken):
             tally.drop(where, document)
             continue
-        if has_features and isinstance(document, Tokens):
-            document = replace(document, file=where)
         tally.cut.update([left_out] if left_out else [])
         yield where if config.is_code else content_key(document), document
 
