@@ -1,6 +1,7 @@
 """Starting, continuing and refusing a run's folder, and what a run saves in it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,69 @@ def saved_run(folder: Path, scores: list[float | None]) -> Path:
         run.save(step, state_at(step), score=score, loss_level=step / 2)
     run.close()
     return folder
+
+
+# --------------------------------------------------------------------------------------------------
+# Damage
+
+
+def resume(folder: Path) -> tuple[int, list[int]]:
+    """The step from which a run continues, and the logged steps."""
+    run = RunFolder(config_for(folder))
+    step = int(run.restore(state_at(0)).step)
+    run.close()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return step, [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.parametrize("item", ["default", "metrics"])
+def test_unreadable_checkpoint_is_one_line(tmp_path: Path, item: str) -> None:
+    folder = saved_run(tmp_path / "a", [1.0, 2.0])
+    for path in (folder / "checkpoints" / "2" / item).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"cannot be read \(.*\); move a damaged checkpoint away"):
+        resume(folder)
+    shutil.rmtree(folder / "checkpoints" / "2")
+    assert resume(folder) == (1, [1])
+
+
+def test_checkpoint_whose_removal_is_cut_short_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        folder = saved_run(tmp_path / "a", [None] * 4)
+    left = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert left == {"3", "4", ".removed"}
+    assert resume(folder) == (4, [1, 2, 3, 4])
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"3", "4"}
+
+
+def test_damaged_lines_of_metrics(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    folder = saved_run(tmp_path / "a", [1.0, 2.0, 3.0])
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for damaged in (b'{"step": 3, "va', b"\xff\n", b"[3]\n", b"{}\n", b"\n", lines[2].strip()):
+        path.write_bytes(b"".join([*lines[:2], damaged]))
+        assert resume(folder) == (3, [1, 2])
+        assert capfd.readouterr().err == f"{path}: the last line is damaged, and cut off\n"
+        path.write_bytes(b"".join([lines[0], damaged.strip() + b"\n", lines[2]]))
+        if damaged != lines[2].strip():
+            with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is damaged"):
+                resume(folder)
+    path.unlink()
+    run = RunFolder(config_for(folder))
+    run.restore(state_at(0))
+    assert run.logged_validation(3) == {}
+    run.close()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{"])
+def test_provenance_is_not_needed(tmp_path: Path, content: bytes | None) -> None:
+    path = saved_run(tmp_path / "a", [1.0]) / "provenance.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    start(config_for(tmp_path / "a"))
+    assert resume(tmp_path / "a") == (1, [1])

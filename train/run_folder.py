@@ -7,7 +7,7 @@ config, the provenance and the prepared data.
 
 The folder may be a URI. An object store has no locks, so nothing keeps a second run out, and cannot
 append: metrics.jsonl is rewritten with each checkpoint. A new folder gets config.yaml last, a model
-model.json last. The store verifies its objects, so checkpoints have no checksums there.
+model.json last.
 """
 
 import json
@@ -26,7 +26,6 @@ from orbax.checkpoint import checkpoint_managers
 from tqdm import tqdm
 
 from poss_jax.checkpoint.items import failed_write
-from poss_jax.checkpoint.sums import find_damage, list_files, write_sums
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.paths import AnyPath, absolute, file_size, is_uri, read_text
 from poss_jax.config.reading import UserError, is_out_of_memory
@@ -35,14 +34,8 @@ from poss_jax.learn.state import TrainState
 
 from .devices import broadcast_from_first, is_first_process
 
-# Files of a checkpoint that are written last and not needed to read it.
-_WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}
-
 # Orbax moves checkpoints here before it deletes them, so none is ever seen in part.
 _REMOVED = ".removed"
-
-# How long other processes wait while the first rereads its files for their checksums.
-_SAVE_SECONDS = 6 * 3600
 
 
 class _Manager(ocp.CheckpointManager):
@@ -55,22 +48,17 @@ class _Manager(ocp.CheckpointManager):
 class RunFolder:
     """A claimed folder of a run.
 
-    A checkpoint has checksums, written before it counts as one. They are compared when the folder
-    is opened: a damaged checkpoint moves to `damaged/` and the run continues from an earlier one.
-
     Raises:
-      UserError: every checkpoint is damaged, or they cannot be read.
+      UserError: its checkpoints cannot be read.
     """
 
-    def __init__(self, config: TrainConfig, *, is_checked: bool = False) -> None:
-        """Opens the folder; `is_checked` says that its checkpoints were just verified."""
+    def __init__(self, config: TrainConfig) -> None:
+        """Opens the folder."""
         self.path = absolute(config.output)
         self._checkpoints = self.path / "checkpoints"
         self._unwritten: list[str] = []  # lines of metrics.jsonl
         self._empty_removed()
-        if not is_checked:
-            broadcast_from_first(self._set_damaged_aside)  # before Orbax reads its metadata of them
-            broadcast_from_first(self._remove_partial_model)
+        broadcast_from_first(self._remove_partial_model)
         policies = [
             checkpoint_managers.LatestN(config.keep_checkpoints),
             checkpoint_managers.BestN(get_metric_fn=_score, n=1),
@@ -80,10 +68,6 @@ class RunFolder:
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             todelete_subdir=None if is_uri(self.path) else _REMOVED,
             cleanup_tmp_directories=True,  # unfinished saves of a killed process
-            async_options=ocp.AsyncOptions(
-                timeout_secs=_SAVE_SECONDS,
-                post_finalization_callback=None if is_uri(self.path) else self._write_sums,
-            ),
         )
         with self._reading("the checkpoints"):
             self._manager = _Manager(self._checkpoints, options=options)
@@ -147,9 +131,6 @@ class RunFolder:
         """
         with self._saving():
             self._manager.wait_until_finished()
-        if self.exported_step(export) != self.latest_step:
-            broadcast_from_first(self._set_damaged_aside)  # it may have been saved long ago
-            self._manager.reload()
         step = self.exported_step(export)
         return state if step == int(state.step) else self._read(step, state)
 
@@ -226,31 +207,6 @@ class RunFolder:
         if is_first_process() and not is_uri(self.path):
             shutil.rmtree(self._checkpoints / _REMOVED, ignore_errors=True)
 
-    def _write_sums(self) -> None:
-        """Adds checksums to a state that is written, before it counts as a checkpoint."""
-        for folder in map(Path, self._checkpoints.glob("*.orbax-checkpoint-tmp")):
-            write_sums(folder, list_files(folder) - _WITHOUT_SUMS)
-
-    def _set_damaged_aside(self) -> None:
-        """Moves damaged checkpoints away; old ones without checksums stay."""
-        damaged = damaged_checkpoints(self.path)
-        intact = _steps(self._checkpoints) - damaged.keys()
-        for step, reason in damaged.items():
-            if not intact:
-                raise UserError(
-                    f"checkpoint {step} of {self.path} is damaged ({reason}), and no other is "
-                    "intact; put the files back, or start from scratch with --overwrite"
-                )
-            aside = self.path / "damaged" / str(step)
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.parent.mkdir(exist_ok=True)
-            (self._checkpoints / str(step)).rename(aside)
-            tqdm.write(
-                f"checkpoint {step} is damaged ({reason}) and moved to {aside}; the newest "
-                f"intact one is {max(intact)}",
-                file=sys.stderr,
-            )
-
     def _remove_partial_model(self) -> None:
         """Removes a model that a killed process uploaded in part."""
         if not isinstance(self.model, Path) and not holds_model(self.path):
@@ -309,38 +265,6 @@ def holds_model(run: AnyPath) -> bool:
     """True if a run is complete; a model at a URI may be uploaded in part."""
     model = run / "model"
     return (model / "model.json" if is_uri(run) else model).exists()
-
-
-def damaged_checkpoints(run: AnyPath) -> dict[int, str]:
-    """Finds the checkpoints of a run that differ from their checksums: step -> the difference."""
-    if not isinstance(run, Path):
-        return {}
-    differences = {
-        step: find_damage(run / "checkpoints" / str(step), ignored=_WITHOUT_SUMS)
-        for step in sorted(_steps(run / "checkpoints"))
-    }
-    return {step: damage for step, damage in differences.items() if damage is not None}
-
-
-def is_damaged(config: TrainConfig) -> bool:
-    """True, with a line each, if checkpoints of a complete run are damaged."""
-    run = absolute(config.output)
-
-    def say() -> bool:
-        damaged = damaged_checkpoints(run)
-        for step, reason in damaged.items():
-            tqdm.write(
-                f"checkpoint {step} of {run} is damaged ({reason}); the run is complete, and its "
-                "model does not need it",
-                file=sys.stderr,
-            )
-        return bool(damaged)
-
-    return broadcast_from_first(say)
-
-
-def _steps(checkpoints: AnyPath) -> set[int]:
-    return {int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()}
 
 
 def _is_metrics(line: bytes) -> bool:

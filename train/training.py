@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from poss_jax.config.paths import AnyPath, absolute
+from poss_jax.config.paths import AnyPath
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
@@ -24,7 +24,7 @@ from .draft_stage import DraftStage
 from .loop import Stage, run_steps
 from .memory import check_memory, describe_devices
 from .preparation import describe_data, describe_sample
-from .run_folder import RunFolder, holds_model, is_damaged
+from .run_folder import RunFolder, holds_model
 from .run_log import check_loggers
 from .target_stage import TargetStage
 
@@ -47,9 +47,7 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
             if stage is not None:
                 check_memory(stage.plan_step())
                 stage.load_weights()
-        if stage is None and is_damaged(config):
-            return {"model": str(absolute(config.output) / "model")}
-        with closing(RunFolder(config, is_checked=stage is None)) as folder:
+        with closing(RunFolder(config)) as folder:
             if stage is not None:
                 config = config.with_budget(len(stage.rows))
                 if is_first_process():

@@ -2,8 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,43 +67,8 @@ def hash_file(path: AnyPath) -> str:
 
 def write_sums(folder: Path, names: Iterable[str]) -> None:
     """Writes SHA256SUMS for files of a folder (paths relative to it)."""
-    lines = [f"{digest}  {name}\n" for name, digest in _hash_files(folder, names).items()]
+    lines = [f"{hash_file(folder / name)}  {name}\n" for name in sorted(names)]
     (folder / SUMS_FILE).write_text("".join(lines))
-
-
-def list_files(folder: Path) -> set[str]:
-    """Names all files below a folder (paths relative to it)."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-def find_damage(folder: Path, *, ignored: Collection[str] = ()) -> str | None:
-    """Compares all files below a folder with its SHA256SUMS.
-
-    Args:
-      ignored: files that may change, appear or vanish.
-
-    Returns:
-      The first difference, in words; None if there is none or the folder has no sums.
-    """
-    if not (folder / SUMS_FILE).is_file():
-        return None
-    try:
-        want = read_sums(folder)
-        names = list_files(folder) - {SUMS_FILE, *ignored}
-        missing, added = sorted(want.keys() - names), sorted(names - want.keys())
-        if missing or added:
-            return f"{missing[0]} is missing" if missing else f"{SUMS_FILE} lacks {added[0]}"
-        got = _hash_files(folder, names)
-    except UserError as error:
-        return str(error)
-    changed = (f"{name} is not what was written" for name in got if got[name] != want[name])
-    return next(changed, None)
-
-
-def _hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    names = sorted(names)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(lambda name: hash_file(folder / name), names), strict=True))
 
 
 def read_sums(folder: AnyPath) -> dict[str, str]:
