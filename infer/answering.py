@@ -16,7 +16,6 @@ from poss_jax.checkpoint.whole import write_output
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.paths import as_path, local_path
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.data.rendering import start_renderer
 from poss_jax.engine.answers import Chunk, Generation, mean_acceptance_length
 from poss_jax.engine.dialogue import (
     PROMPT_KEYS,
@@ -132,8 +131,6 @@ def answer_prompts(config: GenerateConfig) -> None:
         check_new_file(output)
     records = _read_records(config)
     dialogues = read_dialogues(records, config.sampling, config.max_new_tokens)
-    if any({"messages", "turns"} & record.keys() for record in records):
-        start_renderer()
     with waiting("loading the models ..."):
         engine = load_engine(config)
     if config.stream and engine.tokenizer is None:

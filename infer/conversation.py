@@ -14,7 +14,6 @@ import jax
 from poss_jax.config.decoding import ChatConfig, SamplingConfig
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, build_config, shorten
-from poss_jax.data.rendering import start_renderer
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.dialogue import Message
 from poss_jax.engine.engine import Engine
@@ -286,7 +285,6 @@ def read_lines() -> Iterator[str]:
 
 def talk(config: ChatConfig) -> None:
     """Talks until the user leaves."""
-    start_renderer()
     with waiting("loading the models ..."):
         engine = load_engine(config)
     if not getattr(engine.tokenizer, "chat_template", None):

@@ -6,7 +6,7 @@ files.py          files found and read
 records.py        records of a data set, one after the other
 conversations.py  records of every format -> texts, chats, tokens
 sources.py        counts of used and dropped records; training and held-out documents
-rendering.py      chats rendered by a template within limits (in render_worker.py)
+rendering.py      chats rendered by a template
 templates.py      chat templates, and which characters of a chat are trained
 tokenizer.py      the embedded tokenizer; loading any
 encoding.py       documents -> tokens and loss masks

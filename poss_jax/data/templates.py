@@ -27,14 +27,7 @@ from poss_jax.data.conversations import (
     plain_text,
 )
 from poss_jax.data.records import Broken
-from poss_jax.data.rendering import (
-    Part,
-    RenderEnded,
-    RenderError,
-    Step,
-    join_parts,
-    render_steps,
-)
+from poss_jax.data.rendering import Part, RenderError, Step, join_parts, render_steps
 from poss_jax.data.tokenizer import match_any, special_ids
 from poss_jax.data.turns import ANSWER, QUESTION, learn_turns
 
@@ -239,8 +232,6 @@ class ChatTemplate:
 
 def _explain(error: RenderError) -> Broken:
     """Turns a rendering error into the reason for a dropped chat."""
-    if isinstance(error, RenderEnded):
-        return Broken("the process of the chat template ended", str(error))
     return Broken("the chat template refuses it", str(error))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError, lone_surrogates, shorten
 from poss_jax.data.marks import encode_rendered, hide_marks
-from poss_jax.data.rendering import RenderEnded, RenderError, render_chat
+from poss_jax.data.rendering import RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer
 from poss_jax.decode.sampling import OF_OUTPUT, SETTINGS, Sampling
 from poss_jax.decode.state import Request
@@ -360,10 +360,6 @@ def _encode_chat(messages: Any, tokenizer: Any, rendering: Rendering) -> list[in
     given: Any = {"tools": tools, "variables": variables, "is_asking": rendering.is_asking}
     try:
         text = render_chat(tokenizer, messages, **given)
-    except RenderEnded as error:
-        raise UserError(
-            f"messages: the process of the target's chat template ended: {error}; shorten them"
-        ) from error
     except RenderError as error:
         raise UserError(
             f"messages: the target's chat template refuses them: {error}; change their roles"
