@@ -65,16 +65,9 @@ class Served:
     def get(self, path: str, **headers: str) -> httpx.Response:
         return httpx.get(self.url + path, headers=headers, timeout=60)
 
-    def connect(self, data: bytes = b"", *, room: int | None = None) -> socket.socket:
-        """Opens a connection and sends bytes.
-
-        Args:
-          data: what to send.
-          room: bytes that are taken in before anybody reads them; None: the system's choice.
-        """
+    def connect(self, data: bytes = b"") -> socket.socket:
+        """Opens a connection and sends bytes."""
         sock = socket.socket()
-        if room is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
         sock.settimeout(30)
         sock.connect(("127.0.0.1", self.port))
         sock.sendall(data)
@@ -92,14 +85,12 @@ class Served:
 
 
 @contextmanager
-def serving(
-    engine: Engine, *, api_key: str | None = None, patience: float = 30.0, **settings: Any
-) -> Iterator[Served]:
+def serving(engine: Engine, *, api_key: str | None = None, **settings: Any) -> Iterator[Served]:
     """Serves a tiny engine until the block ends."""
     given = {"model_name": MODEL, "batch_size": 4, "slots": (1, 4), "max_logprobs": 5}
     config = ServeConfig(**(given | settings))
     app = create_app(config, engine)
-    server = make_server(app, config, api_key=api_key, patience=patience)
+    server = make_server(app, config, api_key=api_key)
     with closing(listen("127.0.0.1", 0)) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

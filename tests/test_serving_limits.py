@@ -1,15 +1,12 @@
-"""The server under clients that leave, stall, flood it, or send what no client should."""
+"""The server under clients that leave, flood it, or send what no client should."""
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import fields, replace
-from http.client import HTTPConnection
-from itertools import product
 from typing import Any
 
 import openai
@@ -38,7 +35,6 @@ from poss_jax.serving.guard import Guard, read_api_key
 from poss_jax.serving.requests import read_completion
 
 KEY = "secret"
-PATIENCE = 1.0
 ENDLESS = {"ignore_eos": True}
 LONG = {"model": MODEL, "prompt": "def area_7", "max_tokens": 200} | ENDLESS
 AUTH = f"authorization: Bearer {KEY}"
@@ -46,13 +42,12 @@ AUTH = f"authorization: Bearer {KEY}"
 
 @pytest.fixture(scope="module")
 def served(runs: Runs) -> Iterator[Served]:
-    """A server of one slot, with a key, little patience, and a short queue."""
+    """A server of one slot, with a key and a short queue."""
     tree = TreeConfig(depth=3, top_k=2, total_tokens=6)  # the same programs as in test_serving
     engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=tree)
     small = {"batch_size": 1, "slots": (1,), "max_queue": 2, "max_body_mib": 0.25}
-    given = {"api_key": KEY, "patience": PATIENCE}
-    given |= {"sampling": ServedSampling(temperature=0.0)}
-    with serving(engine, **given, **small) as served:
+    sampling = ServedSampling(temperature=0.0)
+    with serving(engine, api_key=KEY, sampling=sampling, **small) as served:
         until(lambda: served.service.is_ready, seconds=300)
         yield served
         assert served.scheduler.error is None
@@ -95,7 +90,7 @@ def post(served: Served, body: Any, path: str = "/v1/completions") -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Clients that leave or stall
+# Clients that leave
 
 
 @pytest.mark.usefixtures("slow")
@@ -112,12 +107,9 @@ def test_a_client_that_leaves_a_stream_frees_its_slot(served: Served) -> None:
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_client_that_leaves_before_anything_came(
-    served: Served, path: str, is_streamed: bool
-) -> None:
-    body = LONG | {"stream": is_streamed, "messages": [{"role": "user", "content": "def"}]}
-    with closing(served.connect(request_bytes(path, body, AUTH))):
+def test_a_client_that_leaves_before_anything_came(served: Served, is_streamed: bool) -> None:
+    body = request_bytes("/v1/completions", LONG | {"stream": is_streamed}, AUTH)
+    with closing(served.connect(body)):
         until(lambda: is_running(served))
     soon(served)
 
@@ -130,46 +122,6 @@ def test_a_client_that_leaves_while_it_waits(served: Served) -> None:
         with closing(served.connect(body)):
             until(lambda: served.scheduler.num_waiting == 1)
         until(lambda: served.scheduler.num_waiting == 0, seconds=1)
-
-
-def test_a_client_that_reads_nothing_is_dropped(served: Served) -> None:
-    """It holds no slot, and once the buffers are full its connection is cut."""
-    before = served.scheduler.stats.finished["length"]
-    listening = served.server.servers[0].sockets[0]
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**13)  # full soon, at any load
-    with closing(served.connect(room=2048)) as sock:
-        sock.sendall(request_bytes("/v1/completions", LONG | {"stream": True}, AUTH))
-        until(lambda: served.scheduler.stats.finished["length"] == before + 1)
-        soon(served)
-        more = request_bytes("/v1/models", b"", AUTH).replace(b"POST", b"GET") * 40_000
-        with pytest.raises(OSError, match=r"reset|pipe"):
-            sock.sendall(more)
-            time.sleep(PATIENCE + 1)
-            sock.sendall(more)
-    assert served.get("/health").status_code == 200
-
-
-@pytest.mark.parametrize("sent", [b"", b"GET /hea", request_bytes("/v1/completions", LONG)[:-9]])
-def test_a_client_that_does_not_finish_its_request(served: Served, sent: bytes) -> None:
-    sent = sent.replace(b"host: localhost", f"host: localhost\r\n{AUTH}".encode())
-    begun = time.monotonic()
-    answer = served.exchange(sent)
-    assert PATIENCE - 0.1 < time.monotonic() - begun < PATIENCE + 5
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 408")
-    assert b"POST" not in sent or b"within" in answer
-
-
-def test_a_client_may_be_idle_between_requests(served: Served) -> None:
-    with closing(HTTPConnection("127.0.0.1", served.port)) as connection:
-        connection.connect()
-        sock = connection.sock
-        for pause in (PATIENCE / 2,) * 3 + (0,):
-            connection.request("GET", "/health")
-            answer = connection.getresponse()
-            assert answer.status == 200
-            assert answer.read()
-            assert connection.sock is sock  # the server did not hang up
-            time.sleep(pause)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,13 +157,10 @@ def test_either_all_choices_are_taken_or_none(served: Served) -> None:
     soon(served)
 
 
-def test_a_client_reads_why_its_body_is_refused_while_it_sends(served: Served) -> None:
-    for size, header, status in ((2**23, AUTH, b"413"), (2**17, "authorization: x", b"401")):
-        answer = served.exchange(request_bytes("/v1/completions", b" " * size, header))
-        assert answer.startswith(b"HTTP/1.1 " + status) and answer.endswith(b"}}")
-
-
 def test_bodies_that_are_too_large(served: Served) -> None:
+    """Clients read why, even while they send."""
+    answer = served.exchange(request_bytes("/v1/completions", b" " * 2**23, AUTH))
+    assert answer.startswith(b"HTTP/1.1 413") and answer.endswith(b"}}")
     body = json.dumps({"prompt": "x" * 300_000}).encode()
     response = post(served, body)
     assert response.status_code == 413 and response.json()["error"]["message"]
@@ -223,27 +172,20 @@ def test_bodies_that_are_too_large(served: Served) -> None:
     assert served.exchange(endless).startswith(b"HTTP/1.1 4")
 
 
-@pytest.mark.parametrize("name", ["unknown", "prompt", "user", "logit_bias", "stop"])
-def test_deep_nesting(served: Served, name: str) -> None:
-    """Python gives up near 1,000 levels, some earlier than others."""
-    depths = [100, *range(800, 1000, 24), 20_000]
-    for depth, (left, right) in product(depths, ("[]", ('{"a":', "}"))):
+@pytest.mark.parametrize(("depth", "status"), [(100, 200), (20_000, 400)])
+def test_how_deep_a_body_may_be(served: Served, depth: int, status: int) -> None:
+    for left, right in ("[]", ('{"a":', "}")):
         nested = left * depth + "1" + right * depth
-        body = f'{{"max_tokens": 1, "prompt": "a", "{name}": {nested}}}'
-        assert post(served, body.encode()).status_code in (200, 400)
+        body = f'{{"max_tokens": 1, "prompt": "a", "unknown": {nested}}}'
+        assert post(served, body.encode()).status_code == status
 
 
 @pytest.mark.parametrize(
     "body",
     [
         {"prompt": [None, 1] * 20_000},
-        {"prompt": [["a"]] * 20_000},
-        {"prompt": [[]] * 60_000},
-        {"prompt": "a", "stop": [1] * 60_000},
         {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(15_000)), "x")},
-        {"prompt": "a", "stop_token_ids": ["x"] * 30_000},
         {"messages": [{}] * 60_000},
-        {"messages": [{"role": "user", "content": [1] * 60_000}]},
     ],
     ids=lambda body: str(body)[:40],
 )
@@ -276,13 +218,9 @@ def test_how_large_a_body_may_be(given: dict[str, Any], most: int) -> None:
     [
         ("n", True),
         ("n", "3"),
-        ("n", 1.0),
         ("prompt", [1.0]),
-        ("prompt", [True]),
-        ("prompt", [[1.0]]),
         ("stream", 1),
         ("temperature", "0.5"),
-        ("temperature", True),
         ("stop_token_ids", ["1"]),
         ("logit_bias", {"5": "1"}),
         ("stream_options", {"include_usage": 1}),
@@ -398,58 +336,52 @@ def test_bodies_are_read_beside_the_event_loop_and_large_ones_in_turn(
     assert not loops
 
 
-def test_names_of_fields_that_are_made_up_hide_no_others(caplog: pytest.LogCaptureFixture) -> None:
-    def log(*names: str) -> list[str]:
-        caplog.clear()
-        requests._check_unknown(CompletionRequest(prompt="a", **dict.fromkeys(names, 1)))
-        return [record.getMessage().split("'")[1] for record in caplog.records]
-
-    for start in range(0, 1000, 10):
-        names = [f"made_up_{start + i}" for i in range(10)]
-        assert log(*names) == names
-    assert log("new_field") == ["new_field"] and log("new_field") == []
-    assert len(log(*(f"more_{i}" for i in range(1000)))) == 10
-
-
 # --------------------------------------------------------------------------------------------------
 # Keys, ids, connections
 
 
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/v1/models", f"Bearer {KEY}", 200),
+        ("/v1/models", f"BEARER   {KEY}", 200),
+        ("/v1/models", "", 401),
+        ("/v1/models", KEY, 401),
+        ("/v1/models", f"Basic {KEY}", 401),
+        ("/v1/models", f"Bearer {KEY}x", 401),
+        ("/openapi.json", "", 401),
+        ("/tokenize", "", 401),
+        ("/v1/../health", "", 401),
+        *((path, "", 200) for path in ("/", "/health", "/ready", "/version", "/metrics")),
+    ],
+)
+def test_the_api_wants_the_key_and_probes_do_not(
+    served: Served, path: str, key: str, status: int
+) -> None:
+    lines = [f"GET {path} HTTP/1.1", "host: a", "connection: close", f"authorization: {key}"]
+    answer = served.exchange("\r\n".join([*lines, "", ""]).encode())
+    assert answer.startswith(b"HTTP/1.1 %d" % status)
+    assert status == 200 or KEY.encode() not in answer
+
+
 def test_probes_are_answered_however_many_are_connected(served: Served) -> None:
-    """430 idle connections let /health answer 503 for a minute."""
-    most = served.service.config.max_requests + 100
-    half = request_bytes("/v1/completions", LONG, AUTH)[:-9]
-    for sent in (b"", b"GET /hea", half):
-        socks = [served.connect(sent) for _ in range(most + 30)]
-        assert served.get("/health").status_code == 200
-        assert len(served.server.server_state.connections) <= most + 2
-        for sock in socks:
-            sock.close()
+    socks = [served.connect(b"GET /hea") for _ in range(served.service.config.max_requests + 100)]
+    assert served.get("/health").status_code == 200
+    for sock in socks:
+        sock.close()
 
 
 def test_more_requests_than_there_may_be(served: Served) -> None:
     half = request_bytes("/v1/completions", LONG, AUTH)[:-9]
     guard = served.server.config.app
     socks = [served.connect(half) for _ in range(served.service.config.max_requests)]
-    until(lambda: guard._num_requests == len(socks), seconds=PATIENCE)
+    until(lambda: guard._num_requests == len(socks))
     response = post(served, LONG)
     assert response.status_code == 503 and response.headers["retry-after"] == "1"
     assert response.json()["error"]["message"] and served.get("/health").status_code == 200
     for sock in socks:
         sock.close()
     until(lambda: guard._num_requests == 0)
-    assert guard.held_bytes == 0
-
-
-def test_bodies_that_are_too_large_together(served: Served) -> None:
-    guard = served.server.config.app
-    guard.held_bytes += 65 * guard.most_bytes
-    try:
-        response = post(served, LONG)
-    finally:
-        guard.held_bytes -= 65 * guard.most_bytes
-    assert response.status_code == 503 and response.headers["retry-after"] == "1"
-    assert post(served, LONG | {"max_tokens": 1}).status_code == 200 and guard.held_bytes == 0
 
 
 def test_a_body_that_breaks_off_is_no_error_of_the_server(
@@ -460,22 +392,6 @@ def test_a_body_that_breaks_off_is_no_error_of_the_server(
     until(lambda: served.server.config.app._num_requests == 0)
     assert served.get("/health").status_code == 200
     assert not [record for record in caplog.records if record.exc_info]
-
-
-@pytest.mark.parametrize(
-    ("given", "status"),
-    [
-        (f"Bearer {KEY}", 200),
-        (f"bearer {KEY}", 200),
-        (f"BEARER   {KEY}", 200),
-        (KEY, 401),
-        (f"Basic {KEY}", 401),
-        (f"Bearer{KEY}", 401),
-        ("Bearer", 401),
-    ],
-)
-def test_the_scheme_of_a_key(served: Served, given: str, status: int) -> None:
-    assert served.get("/v1/models", authorization=given).status_code == status
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "\u00e9"])
@@ -520,22 +436,6 @@ def test_names_of_a_server(name: str, allowed: tuple[str, ...], is_known: bool) 
 
     asyncio.run(guard(scope | {"headers": [(b"host", name.encode())]}, lambda: None, send))
     assert sent[0]["status"] == (200 if is_known else 403)
-
-
-@pytest.mark.parametrize("path", ["/v1/models", "/openapi.json", "/tokenize", "/v1/../health"])
-def test_the_api_wants_the_key(served: Served, path: str) -> None:
-    for more in ("", "authorization: Bearer wrong", f"authorization: Bearer {KEY}x"):
-        lines = [f"GET {path} HTTP/1.1", "host: a", "connection: close", *filter(None, [more])]
-        answer = served.exchange("\r\n".join([*lines, "", ""]).encode())
-        assert answer.startswith(b"HTTP/1.1 401") and KEY.encode() not in answer
-
-
-def test_keys_of_clients(served: Served) -> None:
-    with pytest.raises(openai.AuthenticationError):
-        served.client(api_key="wrong").models.list()
-    assert served.client(api_key=KEY).models.list().data
-    for path in ("/", "/health", "/ready", "/version", "/metrics"):
-        assert served.get(path).status_code == 200
 
 
 def test_ids_hold_no_headers(served: Served) -> None:

@@ -7,6 +7,6 @@ requests.py    bodies -> jobs for the scheduler
 replies.py     chunks of answers -> bodies and events
 responses.py   /v1/responses, translated to chats and back
 guard.py       checks of every request: key, size, id, access log
-server.py      uvicorn's server: draining, slow clients
+server.py      uvicorn's server: draining
 chat.html      the page at /
 """

@@ -41,7 +41,7 @@ from poss_jax.serving.bodies import (
     add_schemas,
     schema_of,
 )
-from poss_jax.serving.guard import PATIENCE, Guard
+from poss_jax.serving.guard import Guard
 from poss_jax.serving.requests import (
     read_chat,
     read_completion,
@@ -149,9 +149,7 @@ def create_app(
     return app
 
 
-def guarded(
-    app: FastAPI, config: ServeConfig, *, api_key: str | None, patience: float = PATIENCE
-) -> Any:
+def guarded(app: FastAPI, config: ServeConfig, *, api_key: str | None) -> Any:
     """Puts an application behind the checks of `guard.py`, and lets other sites' pages ask it."""
     guard = Guard(
         app,
@@ -159,7 +157,6 @@ def guarded(
         max_body_bytes=config.max_body_bytes,
         max_requests=config.max_requests,
         allowed_hosts=config.allowed_hosts,
-        patience=patience,
     )
     if not config.allowed_origins:
         return guard

@@ -19,16 +19,12 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-PATIENCE = 60.0
-"""Seconds a client may take to send a request, and to read the reply."""
-
 _OPEN = {"/", "/health", "/ready", "/version", "/metrics", "/docs"}
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LENGTH = re.compile(rb"[0-9]{1,20}")
 _BEARER = re.compile(rb"bearer +([^ ]+)", re.IGNORECASE)
 _KEY = re.compile(r"[\x21-\x7e]+")
 _PORT = re.compile(r":[0-9]*$")
-_MOST_BODIES = 64
 _LINGER_SECONDS = 5.0
 _LINGER_BYTES = 2**26
 _LOCAL_NAME = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])?(:[0-9]*)?", re.IGNORECASE)
@@ -40,8 +36,6 @@ class Guard:
 
     Attributes:
       most_bytes: bytes of one body.
-      held_bytes: bytes of the bodies of all requests that are served now.
-      patience: seconds a client may take to send a body.
     """
 
     def __init__(
@@ -52,23 +46,20 @@ class Guard:
         max_body_bytes: int,
         max_requests: int | None = None,
         allowed_hosts: Sequence[str] = (),
-        patience: float = PATIENCE,
     ) -> None:
         """Wraps an application.
 
         Args:
           api_key: key that requests to the API must carry; None: they need none.
-          max_body_bytes: largest body; all bodies together may be 64 times as large.
+          max_body_bytes: largest body.
           max_requests: most requests to the API at once; None: any number.
           allowed_hosts: names allowed in the header Host without a key, besides localhost and
             addresses; `*` allows all.
-          patience: see the attribute.
         """
         self._app, self._max_requests = app, max_requests
         self._api_key = None if api_key is None else api_key.encode()
         self._hosts = {name.lower() for name in allowed_hosts}
-        self.most_bytes, self.held_bytes, self.patience = max_body_bytes, 0, patience
-        self._num_requests = 0
+        self.most_bytes, self._num_requests = max_body_bytes, 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -104,7 +95,6 @@ class Guard:
             else:
                 await error.response()(scope, receive, send_on)
         finally:
-            body.close()
             entry = {
                 "id": request_id,
                 "method": scope["method"],
@@ -172,7 +162,6 @@ class _Body:
 
     def __init__(self, guard: Guard, headers: dict[bytes, bytes], receive: Receive) -> None:
         self._guard, self._receive, self._size = guard, receive, 0
-        self._deadline = asyncio.get_running_loop().time() + guard.patience
         is_given = headers.get(b"content-length", b"0").strip(b"0") != b""
         self.has_more = is_given or b"transfer-encoding" in headers
 
@@ -180,23 +169,12 @@ class _Body:
         """Receives a part.
 
         Raises:
-          ApiError: the body is too large, by itself or with all others, or takes too long.
+          ApiError: the body is too large.
         """
-        guard = self._guard
-        try:
-            async with asyncio.timeout_at(self._deadline if self.has_more else None):
-                message = await self._receive()
-        except TimeoutError:
-            within = f"body: want all of it within {guard.patience:.0f} seconds"
-            raise ApiError(408, within) from None
-        size = self._note(message)
-        self._size += size
-        guard.held_bytes += size
-        if self._size > guard.most_bytes:
-            raise guard.too_large()
-        if guard.held_bytes > _MOST_BODIES * guard.most_bytes:
-            full = "the bodies of other requests take all the room; try again"
-            raise ApiError(503, full, retry_after=1)
+        message = await self._receive()
+        self._size += self._note(message)
+        if self._size > self._guard.most_bytes:
+            raise self._guard.too_large()
         return message
 
     async def drop(self) -> None:
@@ -206,14 +184,10 @@ class _Body:
         """
         dropped = 0
         with suppress(TimeoutError):
-            async with asyncio.timeout(min(_LINGER_SECONDS, self._guard.patience)):
+            async with asyncio.timeout(_LINGER_SECONDS):
                 while self.has_more and dropped < _LINGER_BYTES:
                     dropped += self._note(await self._receive())
         self.has_more = False
-
-    def close(self) -> None:
-        """Releases its bytes."""
-        self._guard.held_bytes -= self._size
 
     def _note(self, message: Message) -> int:
         self.has_more = message.get("more_body", False)
