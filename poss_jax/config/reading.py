@@ -4,12 +4,10 @@ import dataclasses
 import difflib
 import inspect
 import json
-import math
 import os
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_origin
 
@@ -18,9 +16,6 @@ import yaml
 from etils import epath
 from pydantic_core import PydanticUndefined
 
-LARGEST_TEXT = 2**18  # bytes
-
-_MOST_NODES = 50_000  # with every alias written out
 _DEEPEST_KEY = 20  # in an override
 _MOST_BASES = 20
 _LONGEST_PATH = 500  # in messages
@@ -139,9 +134,7 @@ def read_yaml(path: Path | epath.Path, derived: tuple[Path, ...] = ()) -> dict[A
     """
     where = f"config {cut(str(path), _LONGEST_PATH)}"
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_TEXT + 1)  # one byte more, to refuse it
-        values = parse_yaml(content.decode())
+        values = parse_yaml(path.read_bytes().decode())
     except OSError as error:
         raise UserError(f"{where}: {error.strerror}; give the path of a YAML file") from error
     except ValueError as error:
@@ -274,10 +267,8 @@ def parse_yaml(text: str) -> Any:
     """Reads a YAML document of plain values, without repeated keys.
 
     Raises:
-      ValueError: malformed or too large; the message is one line.
+      ValueError: malformed; the message is one line.
     """
-    if len(text) > LARGEST_TEXT:
-        raise ValueError(f"want at most {LARGEST_TEXT:,} characters, got {len(text):,}")
     try:
         return yaml.load(text, _Loader)
     except RecursionError as error:
@@ -293,7 +284,7 @@ def lone_surrogates(text: str) -> set[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also refuses repeated keys, and texts and aliases that harm."""
+    """The safe loader, which also refuses repeated keys."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -304,26 +295,3 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add((key.tag, key.value))
         return node
-
-    def compose_scalar_node(self, anchor: Any) -> Any:
-        node = super().compose_scalar_node(anchor)
-        if "\0" in node.value or lone_surrogates(node.value):
-            problem = "text with a character that no text may hold"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return node
-
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        if node is not None and _count_nodes(node, {}) > _MOST_NODES:
-            raise ValueError(f"aliases stand for more than {_MOST_NODES:,} values")
-        return node
-
-
-def _count_nodes(node: yaml.Node, counts: dict[int, float]) -> float:
-    """Counts the values below a node, aliases written out; infinite if it holds itself."""
-    if id(node) not in counts:
-        counts[id(node)] = math.inf
-        inner = [] if isinstance(node, yaml.ScalarNode) else node.value
-        flat = chain.from_iterable(item if isinstance(item, tuple) else (item,) for item in inner)
-        counts[id(node)] = 1 + sum(_count_nodes(child, counts) for child in flat)
-    return counts[id(node)]

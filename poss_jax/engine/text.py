@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from poss_jax.config.reading import UserError, lone_surrogates, shorten
-from poss_jax.data.tokenizer import call_tokenizer
+from poss_jax.config.reading import UserError, shorten
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -260,8 +259,7 @@ def check_stop(
       max_new_tokens: most tokens of an answer.
 
     Raises:
-      UserError: no tokenizer, an empty string, one with characters that no token can write, or one
-        longer than the answer's tokens can be.
+      UserError: no tokenizer, an empty string, or one longer than the answer's tokens can be.
     """
     if isinstance(stop, str):
         raise UserError("stop: want a list of strings, got one string; put it into a list")
@@ -270,11 +268,6 @@ def check_stop(
     for string in stop:
         if not string:
             raise UserError("stop: want strings, got an empty one; leave it out")
-        if missing := _unwritable(string, tokenizer):
-            raise UserError(
-                f"stop {shorten(string)}: no answer can hold it, since no token of this target "
-                f"writes {min(missing)!r}; leave it out"
-            )
         if len(string) > max_new_tokens * (1 + longest_token(tokenizer)):
             raise UserError(
                 f"stop {shorten(string)}: its {len(string)} characters are more than "
@@ -292,29 +285,6 @@ def _warn_of_special(token: str) -> None:
         "text",
         token,
     )
-
-
-def _unwritable(string: str, tokenizer: Any) -> set[str]:
-    """Characters of a string that no token can write.
-
-    If some tokens are parts of characters, any character can be written.
-    """
-    if surrogates := lone_surrogates(string):
-        return surrogates
-    ids = call_tokenizer(tokenizer, string, add_special_tokens=False)["input_ids"]
-    missing = set(string) - set(tokenizer.decode(ids, skip_special_tokens=True))
-    if missing:
-        written = _written_characters(tokenizer)
-        missing = set() if _UNFINISHED in written else missing - written
-    return missing
-
-
-@lru_cache(maxsize=8)
-def _written_characters(tokenizer: Any) -> frozenset[str]:
-    """Characters of the texts of all tokens, and the space that some decoders insert."""
-    alone = [[token] for token in range(len(tokenizer))]
-    texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
-    return frozenset("".join(texts)) | {" "}
 
 
 @lru_cache(maxsize=8)
