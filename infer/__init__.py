@@ -4,8 +4,6 @@ generate.py  answers prompts; answering.py does it
 chat.py      a conversation; conversation.py holds it
 serve.py     the server
 bench/       compares drafts; the programs below measure with it
-drift/       measures drafts by depth
 tune/        finds the fastest draft trees
 lossless.py  checks that speculative and plain texts are equal; lossless_run.py compares them
-roofline.py  compares every phase with its floor
 """

@@ -42,7 +42,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m infer.chat": "reads what is typed; tests/test_chat.py types",
     "python -m infer.bench --config configs/bundled/": "runs for minutes",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
-    "python -m infer.drift --config configs/demo/": "needs the models of make demo",
+    "python -m benchmarks.drift --config configs/demo/": "needs the models of make demo",
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
     "python -m benchmarks.study ": "trains for hours; tests/test_study.py runs a small one",
     "python -m infer.bench --config configs/demo/": "needs the models of make demo",
@@ -51,7 +51,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m infer.serve": "serves until it is told to end; tests/test_serving.py asks it",
     "python benchmarks/clients.py ": "wants a server, and the clients",
     "python -m infer.lossless ": "runs for minutes; tests/test_lossless.py runs it",
-    "python -m infer.roofline ": "runs for minutes; tests/test_bench.py runs it",
+    "python -m infer.bench --roofline ": "runs for minutes; tests/test_bench.py runs it",
     "python -m infer.tune ": "compiles many trees; tests/test_autotune.py tunes",
     "python -m benchmarks.aot ": "needs libtpu or jax[cuda13]; tests/test_aot.py compiles",
     "python -m train.regenerate --server ": "tests/test_regenerate_server.py has a server",
@@ -65,7 +65,7 @@ SMALLER = {  # program -> arguments that are added
     "specialists.depth=2",
     "infer.generate": "--max-new-tokens 6",
     "infer.bench": "--max-new-tokens 6 --num-prompts 2 --repeats 1",
-    "infer.drift": "--max-new-tokens 6 --num-prompts 2 --depth 3",
+    "benchmarks.drift": "--max-new-tokens 6 --num-prompts 2 --depth 3",
     "train.regenerate": "--max-new-tokens 6",
 }
 INSTEAD = {  # words of a command -> what stands for them

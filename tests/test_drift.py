@@ -13,9 +13,8 @@ import pytest
 from models import exact_pair, random_draft, tiny_llama
 from programs import Runs, copy_model, refusal, write_lines
 
-from infer.drift.__main__ import main
-from infer.drift.report import format_brief, format_report
-from infer.drift.study import (
+from benchmarks.drift import main
+from infer.bench.by_depth import (
     count_rounds,
     decode,
     describe_draft,
@@ -23,6 +22,7 @@ from infer.drift.study import (
     lay_out,
     predicted_rounds,
 )
+from infer.bench.by_depth_report import format_brief, format_report
 from poss_jax.checkpoint.folder import load_draft, load_target, write_model
 from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.bench import DriftConfig
@@ -180,7 +180,7 @@ def test_numbers_are_those_of_validation(config: DriftConfig, decoded: Any, name
     target |= {"layers": stack_layers(target["layers"])}
     rows = lay_out(texts)
     followed = follow(config, name, record, target, rows)
-    found = describe_draft(texts, answers[name], followed, num_spans=None)
+    found = describe_draft(texts, answers[name], followed)
     values = {key: number["value"] for key, number in found["by_depth"].items()}
 
     draft_record, draft = load_draft(config.drafts[name], target=record)

@@ -122,7 +122,7 @@ def test_rule_is_enforced(path: str, source: str):
             "poss_jax/checkpoint/record.py",
             "from poss_jax.config.version import __version__; open('x')",
         ),
-        ("infer/bench/compare.py", "from ..drift.study import study; from .page import x"),
+        ("infer/bench/compare.py", "from ..tune.run import run; from .page import x"),
         (
             "poss_jax/convert/llama.py",
             "from poss_jax.convert import names; import poss_jax.checkpoint.torch_io",

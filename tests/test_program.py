@@ -335,7 +335,7 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 PROGRAMS = [
     "infer.generate",
     "infer.bench",
-    "infer.drift",
+    "benchmarks.drift",
     "train.main",
     "train.regenerate",
     "train.plot",

@@ -12,7 +12,8 @@ resumes after an interruption, and the report (report.html, .md, .json).
         --prompts questions.jsonl --output runs/bench
     python -m infer.bench --config configs/demo/bench.yaml --phases
 
-With --check-lossless, --roofline or --autotune it is infer.lossless, infer.roofline or infer.tune.
+With --check-lossless or --autotune it is infer.lossless or infer.tune. --roofline measures the
+device again, and compares every phase with its floor.
 """
 
 import sys
@@ -24,8 +25,9 @@ from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
-from .. import lossless, roofline
+from .. import lossless
 from ..tune.__main__ import main as tune
+from . import roofline
 
 _ALIASES = {"--check-lossless": lossless.main, "--roofline": roofline.main, "--autotune": tune}
 

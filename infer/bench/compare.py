@@ -20,8 +20,8 @@ from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 
-from ..drift.report import format_report as format_drift
-from ..drift.study import study
+from .by_depth import study
+from .by_depth_report import format_report as format_drift
 from .costs import FEW_TOKENS, describe_workload, saved_by_vocabulary
 from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn, write_answer_files
 from .measure import (

@@ -31,10 +31,8 @@ COMMANDS = {
     "regenerate": Command("train.regenerate", "Let a target write the answers to train on."),
     "draft-vocab": Command("train.draft_vocab", "Choose the tokens that a draft may propose."),
     "bench": Command("infer.bench", "Compare drafts in speed and acceptance."),
-    "drift": Command("infer.drift", "Measure drafts depth by depth."),
     "tune": Command("infer.tune", "Find the fastest tree on this device."),
     "lossless": Command("infer.lossless", "Check that drafts change no text."),
-    "roofline": Command("infer.roofline", "Compare phases with their floors."),
 }
 """Name -> command, in the order of the help. A program's own name comes before its variants."""
 

@@ -12,6 +12,7 @@ then longer spans first.
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,23 @@ _UNIT = 1e-12  # variation is counted in it, so that rounding breaks no tie
 
 Cost = tuple[int, int, tuple[int, ...]]
 """(variation, squared lengths, negated lengths) of spans; the least is the best."""
+
+
+def advise(by_depth: dict[str, Any], num_spans: int) -> list[int]:
+    """Cuts the measured depths of a draft (`infer.bench.by_depth`) into spans.
+
+    The drift of a depth's input is the distance of the feature before it; without features to
+    compare, the share of tokens missed.
+
+    Returns:
+      `positions_per_specialist`.
+    """
+    weight = [1.0, *by_depth["cumulative_acceptance"]["value"][:-1]]
+    if "feature_distance" in by_depth:
+        drift = [0.0, *by_depth["feature_distance"]["value"][:-1]]  # the first reads the target's
+    else:
+        drift = [1 - share for share in by_depth["agreement"]["value"]]
+    return advise_spans(drift, weight, num_spans)
 
 
 def advise_spans(drift: Sequence[float], weight: Sequence[float], num_spans: int) -> list[int]:

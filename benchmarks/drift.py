@@ -5,14 +5,13 @@ drafts a chain from every position of these answers, teacher-forced as in traini
 also decodes the prompts with chains. Prints tables with 95 % intervals over prompts, and as its
 last line everything as one JSON object; --output keeps report.json, report.md and a plot.
 
-    python -m infer.drift --config configs/demo/drift.yaml
-    python -m infer.drift --target T --draft EAGLE-2=E --draft PosS-3=P \
+    python -m benchmarks.drift --config configs/demo/drift.yaml
+    python -m benchmarks.drift --target T --draft EAGLE-2=E --draft PosS-3=P \
         --prompts questions.jsonl --output runs/drift
-    python -m infer.drift --target T --draft EAGLE-2=E --spans 3
+    python -m benchmarks.drift --target T --draft EAGLE-2=E --spans 3
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 from poss_jax.config.bench import DriftConfig
 from poss_jax.program.arguments import read_arguments
@@ -27,14 +26,26 @@ _ACTIONS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
     config, args = read_arguments(
-        DriftConfig, arguments, prog="infer.drift", doc=__doc__, actions=_ACTIONS
+        DriftConfig, arguments, prog="benchmarks.drift", doc=__doc__, actions=_ACTIONS
     )
     with waiting("importing JAX ..."):
-        from .study import show_study
-    show_study(config, overwrite=args.overwrite)
+        from benchmarks.spans import advise
+        from infer.bench.by_depth import study
+        from infer.bench.by_depth_report import format_brief, format_report, plot_report
+        from infer.bench.report import open_output, show_report
+    with open_output(config.output, overwrite=args.overwrite) as folder:
+        report = study(config)
+        if config.spans is not None:
+            for draft in report["drafts"].values():
+                draft["positions_per_specialist"] = advise(draft["by_depth"], config.spans)
+        show_report(
+            report,
+            format_report(report),
+            folder,
+            brief=format_brief(report),
+            plot=lambda folder: plot_report(report, folder / "drift.svg"),
+        )
 
-
-cli = partial(run_program, main)
 
 if __name__ == "__main__":
-    cli()
+    run_program(main)

@@ -7,7 +7,7 @@ import numpy as np
 
 from poss_jax.program.tables import align, fold, format_rows
 
-from ..bench.statistics import format_estimate
+from .statistics import format_estimate
 
 _MOST_POSITIONS = 8  # of the brief form
 _COLUMNS = {
@@ -105,7 +105,7 @@ def draw_interval(axes: Any, number: dict[str, Any], **style: Any) -> None:
 
 def _summary(drafts: dict[str, Any]) -> list[str]:
     head = ["acceptance length, simulated", "decoded", "rounds as predicted"]
-    has_spans = any(draft["positions_per_specialist"] for draft in drafts.values())
+    has_spans = any("positions_per_specialist" in draft for draft in drafts.values())
     table = []
     for name, draft in drafts.items():
         lengths = (draft[f"{kind}_acceptance_length"] for kind in ("simulated", "decoded"))

@@ -28,13 +28,11 @@ from poss_jax.model.specialists import split_embedding
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Params
 
-from ..bench.measure import Decoder, load_decoders, play
-from ..bench.questions import read_questions
-from ..bench.report import open_output, show_report, with_provenance
-from ..bench.statistics import compare, estimate, estimate_mean, share
-from ..bench.summary import LOOPING_BELOW, count_reaching, distinct_ngram_share
-from .report import format_brief, format_report, plot_report
-from .spans import advise_spans
+from .measure import Decoder, load_decoders, play
+from .questions import read_questions
+from .report import with_provenance
+from .statistics import compare, estimate, estimate_mean, share
+from .summary import LOOPING_BELOW, count_reaching, distinct_ngram_share
 
 Answers = list[list[Generation]]
 """Answers to the turns of every question."""
@@ -47,19 +45,6 @@ class Followed:
     config: DraftConfig
     sums: DraftSums  # over each text; arrays [texts ...]
     tokens: np.ndarray  # [texts R T] most likely token at every depth and row
-
-
-def show_study(config: DriftConfig, *, overwrite: bool) -> None:
-    """Measures all drafts, prints, and writes the report; `overwrite` replaces an earlier one."""
-    with open_output(config.output, overwrite=overwrite) as folder:
-        report = study(config)
-        show_report(
-            report,
-            format_report(report),
-            folder,
-            brief=format_brief(report),
-            plot=lambda folder: plot_report(report, folder / "drift.svg"),
-        )
 
 
 def study(config: DriftConfig) -> dict[str, Any]:
@@ -80,7 +65,7 @@ def study(config: DriftConfig) -> dict[str, Any]:
     drafts = {}
     for name in config.drafts:
         followed = follow(config, name, record, target, rows)
-        drafts[name] = describe_draft(texts, decoded[name], followed, config.spans)
+        drafts[name] = describe_draft(texts, decoded[name], followed)
     lengths = {name: _lengths(answers) for name, answers in decoded.items()}
     report = {
         "prompts": len(texts),
@@ -172,14 +157,11 @@ def follow(
     return Followed(record.draft, sums, tokens)
 
 
-def describe_draft(
-    texts: Answers, decoded: Answers, followed: Followed, num_spans: int | None
-) -> dict[str, Any]:
+def describe_draft(texts: Answers, decoded: Answers, followed: Followed) -> dict[str, Any]:
     """Computes all numbers of one draft from the target's answers, and its own with chains.
 
     Args:
       followed: its predictions along `texts`.
-      num_spans: number of spans to propose; None: no proposal.
     """
     first_texts = np.cumsum([0, *(len(turns) for turns in texts[:-1])])
     sums = jax.tree.map(
@@ -205,8 +187,6 @@ def describe_draft(
             "feature_cosine": estimate(share, sums.cosine, sums.num_trained),
             "feature_distance": estimate(share, sums.distance, sums.num_trained),
         }
-    reaching = [1.0, *by_depth["cumulative_acceptance"]["value"][:-1]]
-    spans = num_spans and advise_spans(_drift(by_depth), reaching, num_spans)
     return {
         "specialists": [followed.config.specialist_at(depth) for depth in range(num_depths)],
         "by_depth": by_depth,
@@ -215,7 +195,6 @@ def describe_draft(
         ),
         "decoded_acceptance_length": estimate_mean(_lengths(decoded)),
         "rounds_as_predicted": _share_as_predicted(texts, decoded, followed.tokens),
-        "positions_per_specialist": spans,
     }
 
 
@@ -266,13 +245,6 @@ def _share_as_predicted(texts: Answers, decoded: Answers, tokens: np.ndarray) ->
         )
     ]
     return float(np.mean(is_predicted)) if is_predicted else None
-
-
-def _drift(by_depth: dict[str, Any]) -> list[float]:
-    """Drift of every depth's input; without features to compare, the tokens missed."""
-    if "feature_distance" in by_depth:
-        return [0.0, *by_depth["feature_distance"]["value"][:-1]]  # the first reads the target's
-    return [1 - share for share in by_depth["agreement"]["value"]]
 
 
 def _all_ids(answer: Generation) -> list[int]:

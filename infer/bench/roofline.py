@@ -3,30 +3,28 @@
 For a target and its drafts it prints bytes, FLOPs, least and measured time of every phase; the last
 line is everything as one JSON object. The rates of the device are kept for other programs.
 
-    python -m infer.roofline --target DIR --draft PosS-3=DIR
-    python -m infer.roofline --config configs/demo/bench.yaml
+    python -m infer.bench --roofline --target DIR --draft PosS-3=DIR
+    python -m infer.bench --roofline --config configs/demo/bench.yaml
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 
 from poss_jax.program.output import print_summary, waiting
-from poss_jax.program.running import run_program
 from poss_jax.program.tables import show_rows
 
-from .bench.settings import read_settings
+from .settings import read_settings
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures the device and every method on the first prompt, prints."""
-    config, _ = read_settings(arguments, prog="infer.roofline", doc=__doc__)
+    config, _ = read_settings(arguments, prog="infer.bench --roofline", doc=__doc__)
     with waiting("importing JAX ..."):
-        from .bench.measure import load_decoders
-        from .bench.phases import measure_card
-        from .bench.questions import first_prompts, read_questions
-        from .bench.rates import measure_roofline
-        from .bench.report import format_card, with_provenance
+        from .measure import load_decoders
+        from .phases import measure_card
+        from .questions import first_prompts, read_questions
+        from .rates import measure_roofline
+        from .report import format_card, with_provenance
     with waiting("measuring the device ..."):
         roofline = measure_roofline()
     decoders = load_decoders(config)
@@ -35,9 +33,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = {"prompt_tokens": len(prompt.ids), "roofline": asdict(roofline), "methods": methods}
     print(format_card(report, show_rows))
     print_summary(with_provenance(report, config), "")
-
-
-cli = partial(run_program, main)
-
-if __name__ == "__main__":
-    cli()
