@@ -26,8 +26,6 @@ VLLM := .venv-vllm
 SPECULATORS := .venv-speculators
 TEXT_TESTS := $(addprefix tests/test_, text.py rendering.py chats.py)
 
-PYTHON_MODELS := tests/fixtures/python
-
 # Every step of training asks the system for large buffers; large pages make that cheaper.
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
@@ -64,9 +62,7 @@ bundle: $(STAMP)  ## train the small Python models of tests and benchmarks (5 ho
 	  echo "== $$run"; \
 	  $(PY) -m train.main --config configs/bundled/$$run.yaml || exit $$?; \
 	done
-	@for run in target $(BUNDLED_DRAFTS); do \
-	  rm -rf $(PYTHON_MODELS)/$$run && cp -r runs/bundled/$$run/model $(PYTHON_MODELS)/$$run || exit $$?; \
-	done
+	@$(PY) -m benchmarks.python_models --pack runs/bundled
 
 test: $(STAMP)  ## run the tests
 	@$(PYTEST) $(ARGS)

@@ -15,13 +15,6 @@ from poss_jax.program.running import Parser
 TREE = "DEPTH/TOP_K/TOTAL"
 Schema = dict[str, Any]
 
-_PYTHON_MODELS = Path(__file__).parent.parent / "tests" / "fixtures" / "python"
-
-
-def python_model(name: str) -> Path:
-    """Folder of a small model that writes Python: `target`, or a draft for it, such as `poss3`."""
-    return _PYTHON_MODELS / name
-
 
 def read_schemas() -> list[tuple[str, Schema]]:
     """Kind and content of 200 JSON schemas such as clients send, eight of each kind."""

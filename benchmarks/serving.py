@@ -35,7 +35,8 @@ import httpx
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.options import Schema, make_parser, python_model, read_schemas
+from benchmarks.options import Schema, make_parser, read_schemas
+from benchmarks.python_models import python_model
 from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import SamplingConfig

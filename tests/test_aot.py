@@ -19,7 +19,7 @@ from benchmarks.aot.config import AheadConfig
 from benchmarks.aot.gpus import GPUS, describe_gpu
 from benchmarks.aot.programs import Plan, compile_program, plan, state_shapes
 from benchmarks.aot.report import count_kernels, measure
-from benchmarks.options import python_model
+from benchmarks.python_models import python_model
 from infer.bench.costs import Device
 from poss_jax.config.models import MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
@@ -212,13 +212,14 @@ def test_bad_input_is_refused_in_one_line(words, message):
     ("words", "message"),
     [
         (["draft_tokens=200000"], "draft_tokens: want at most the 128256 tokens of the target"),
-        (["model=null", "target={bundled}/poss1"], "poss1: want a target, got a draft"),
-        (["specialists=null", "draft={bundled}/target"], "target: want a draft, got a target"),
-        (["specialists=null", "draft={bundled}/poss1"], "want hidden_size 4096, got 160"),
+        (["model=null", "target={poss1}"], "poss1: want a target, got a draft"),
+        (["specialists=null", "draft={target}"], "target: want a draft, got a target"),
+        (["specialists=null", "draft={poss1}"], "want hidden_size 4096, got 160"),
     ],
 )
 def test_models_that_do_not_fit_are_refused(words, message):
-    words = [word.format(bundled=Path(python_model("target")).parent) for word in words]
+    models = {name: python_model(name) for name in ("target", "poss1")}
+    words = [word.format(**models) for word in words]
     config = load_config(AheadConfig, str(CONFIGS / "llama3-8b.yaml"), words)
     with pytest.raises(UserError, match=message):
         plan(config, make_mesh(config.mesh))

@@ -11,7 +11,7 @@ from oracle import Shape
 from programs import refusal
 from test_used_rows import arrays
 
-from benchmarks.options import python_model
+from benchmarks.python_models import python_model
 from infer.generate import main
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.engine.engine import Engine

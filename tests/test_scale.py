@@ -24,7 +24,7 @@ import pytest
 import yaml
 from openai import AsyncOpenAI
 
-from benchmarks.options import python_model
+from benchmarks.python_models import python_model
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
