@@ -24,6 +24,7 @@ OLDEST := .venv-oldest
 # images and sound come for CUDA, which breaks its import.
 VLLM := .venv-vllm
 SPECULATORS := .venv-speculators
+CLIENTS := .venv-clients
 TEXT_TESTS := $(addprefix tests/test_, text.py rendering.py chats.py)
 
 # Every step of training asks the system for large buffers; large pages make that cheaper.
@@ -89,7 +90,7 @@ test-scale: $(STAMP)  ## install Ray and run the tests that start several server
 	@$(PIP) install -e '.[ray]'
 	@$(PY) -m pytest -m 'scale and not device' $(ARGS)
 
-test-peers: $(STAMP) $(VLLM)/.installed-0.32.0 $(SPECULATORS)/.installed-0.9.0  ## run our exports in vLLM and speculators (9 GB)
+test-peers: $(STAMP) $(VLLM)/.installed-0.32.0 $(SPECULATORS)/.installed-0.9.0 $(CLIENTS)/.installed  ## run our exports in vLLM and speculators, and clients of the server (9 GB)
 	@$(PY) -m pytest -m peers tests/test_peers.py $(ARGS)
 
 $(VLLM)/.installed-%:
@@ -101,6 +102,11 @@ $(VLLM)/.installed-%:
 $(SPECULATORS)/.installed-%:
 	@$(PYTHON) -m venv --clear $(SPECULATORS)
 	@$(PIP) --python $(SPECULATORS) install speculators==$*
+	@touch $@
+
+$(CLIENTS)/.installed:
+	@$(PYTHON) -m venv --clear $(CLIENTS)
+	@$(PIP) --python $(CLIENTS) install openai litellm langchain-openai instructor llm 'lm-eval[api]'
 	@touch $@
 
 fuzz: $(STAMP)  ## look for failing inputs (SECONDS=600, ARGS="--only trees --seed 7")
@@ -138,7 +144,7 @@ lock: venv  ## write requirements/*.lock anew (ARGS=--upgrade takes the newest v
 	@mv requirements/oldest.new requirements/oldest.lock
 
 clean:  ## remove the environment and caches (runs/ stays)
-	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SPECULATORS) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SPECULATORS) $(CLIENTS) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 venv:

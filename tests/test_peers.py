@@ -1,7 +1,8 @@
 """Other programs: our exports run in vLLM and speculators with equal numbers, and theirs here.
 
 `make test-peers` makes their environments (3 GB each) and writes docs/results/peers. They run in
-processes of their own (`tests/peers/`), a process each for all cases, since they start slowly.
+processes of their own (`tests/peers/`), a process each for all cases, since they start slowly. So
+do clients of the server.
 """
 
 import dataclasses
@@ -16,12 +17,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_oracle import tokenizer_of
 from convert_sources import run
 from golden import Golden, load_golden, root_of, widen
 from models import stacked
 from safetensors.numpy import save_file
+from serving import serving
 from test_eagle3_variants import STEPS, T, draft_chains, train_chains
 
+from benchmarks.python_models import python_model
 from poss_jax.checkpoint.folder import load_draft, write_model
 from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.config.models import RopeConfig, TreeConfig
@@ -370,3 +374,18 @@ def test_speculators_computes_the_same_logits(
     report.append(
         {"peer": f"speculators {of_speculators}", "what": what, "result": f"equal to {worst:.0e}"}
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Clients of OpenAI's API
+
+
+def test_clients_of_the_server(report: list[dict[str, str]]) -> None:
+    engine = Engine.load(python_model("target"), max_length=1024)
+    engine.tokenizer.chat_template = tokenizer_of("chatml, tools").chat_template
+    with serving(engine) as served:
+        rows = json.loads(peer("clients", "clients", served.url).splitlines()[-1])
+    report += [
+        {"peer": row["client"], "what": row["what"], "result": row["result"]} for row in rows
+    ]
+    assert len(rows) == 12 and {row["result"] for row in rows} == {"works"}
