@@ -24,7 +24,6 @@ from infer.bench.page import write_page
 from infer.bench.report import check_output, describe, format_brief, format_report
 from infer.bench.summary import Grid, make_grid, summarise, summarise_group
 from poss_jax.config.reading import UserError
-from poss_jax.program.tables import align
 
 
 def test_looping_questions_are_told_apart() -> None:
@@ -283,13 +282,6 @@ Tokens per pass of the target: draft 2.80; without a draft 1.
     assert describe(only_plain) == ["Without a draft: 3.2 tokens/s."]
 
 
-def test_columns_of_a_terminal_are_aligned() -> None:
-    rows = [["long", "c", ""], ["d", "", ""]]
-    assert align(["", "b", "empty"], rows) == ["      b", "long  c", "d"]
-    wide = align(["a", *["two words"] * 9], [["b", *range(9)]])
-    assert wide[0].split() == ["two"] * 9 and wide[1].split() == ["a", *["words"] * 9]
-
-
 def test_phases_are_left_out_where_none_were_measured() -> None:
     report = made_up_report()
     del report["roofline"], report["autoregressive_step_milliseconds"]
@@ -336,20 +328,6 @@ def test_the_page_opens_with_the_answer_and_folds_away_what_few_read(tmp_path: P
         ["draft", "3.33", "1 of 2"],
     ]
     assert "prefers-color-scheme: dark" in text and text.count("<dt>") >= 7
-
-
-def test_figures_of_the_page_are_named_and_described_and_tables_narrow(tmp_path: Path) -> None:
-    write_page(made_up_report(), tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
-    page = Page(text)
-    assert all(page.names) and len(set(page.names)) == page.tags["svg"]
-    assert page.tags["desc"] == page.tags["svg"] == page.tags["title"] - 1
-    assert "<desc>draft 3.33, without a draft 1.</desc>" in text
-    if len(page.names) > 1:
-        assert "accepted, given all before by draft position. draft: 1.00, 0.500, 1.00," in text
-        assert "#000000" not in text
-    assert max(map(len, page.rows)) == 8
-    assert text.count('<div class="scroll"') == page.tags["table"]
 
 
 def test_the_page_has_no_negative_time_and_no_floor_above_a_time(tmp_path: Path) -> None:

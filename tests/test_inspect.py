@@ -48,13 +48,6 @@ def read(capsys):
     return "\n".join(lines), json.loads(last)
 
 
-def test_a_source_in_the_home_folder(tmp_path, monkeypatch):
-    write_source(tmp_path / "t", target_tensors())
-    monkeypatch.setenv("HOME", str(tmp_path))
-    found = inspect("~/t")
-    assert (found.source, found.family) == ("~/t", "target")
-
-
 def test_target(tmp_path, capsys):
     rope = {"rope_type": "linear", "factor": 2.0}
     source = write_source(tmp_path / "t", target_tensors(), rope_scaling=rope, eos_token_id=[3, 5])
@@ -100,10 +93,6 @@ def test_draft_whose_spans_nobody_knows(tmp_path, capsys):
     assert "--positions-per-specialist 3,3" in summary["needs"]
     assert summary["refused"] is None
     assert f"needs: {summary['needs']}" in text
-
-
-def no_config(folder):
-    (folder / "config.json").unlink()
 
 
 REFUSED = {

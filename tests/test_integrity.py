@@ -16,7 +16,6 @@ from etils import epath
 from models import random_target, tiny_llama
 
 from poss_jax.checkpoint import items as items_module
-from poss_jax.checkpoint import sums
 from poss_jax.checkpoint.folder import load_target, verify_model, write_model
 from poss_jax.checkpoint.items import load_item
 from poss_jax.checkpoint.record import new_record, read_record, target_identity
@@ -54,18 +53,6 @@ def test_hash_is_of_shape_and_bfloat16_bytes():
     values = np.array([[1.0, -2.0, 3.0]], np.float32)
     plain = hashlib.sha256(b"bfloat16 (1, 3)" + values.astype(jnp.bfloat16).tobytes())
     assert hash_values(values) == plain.hexdigest()
-
-
-def test_chunks_do_not_show_in_the_hash(monkeypatch):
-    values = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
-    want = hash_values(values)
-    monkeypatch.setattr(sums, "_CHUNK", 4)
-    assert hash_values(values) == want
-
-
-def test_values_beyond_bfloat16_are_hashed_as_infinities():
-    largest = np.full((2,), np.finfo(np.float32).max)
-    assert hash_values(largest) == hash_values(np.full((2,), np.inf, np.float32))
 
 
 @pytest.mark.parametrize("change", ["path", "dtype", "shape", "bytes"])
@@ -132,13 +119,6 @@ def test_unreadable_uri_names_network_and_credentials():
         raise ValueError("gone")
 
 
-def test_files_are_those_sha256sum_would_list(model):
-    names = ["generation_config.json", "model.json", "tokenizer.json"]
-    lines = (model / "SHA256SUMS").read_text()
-    want = [f"{hashlib.sha256((model / n).read_bytes()).hexdigest()}  {n}\n" for n in names]
-    assert lines == "".join(want)
-
-
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")
 def test_sha256sum_reads_them(model):
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=model, check=True)
@@ -150,13 +130,6 @@ def test_changed_file(model, tmp_path, name):
     (copy / name).write_text((copy / name).read_text() + "\n")
     load_target(copy)
     with pytest.raises(UserError, match=rf"{name}: SHA256SUMS says"):
-        verify_model(copy)
-
-
-def test_missing_file(model, tmp_path):
-    copy = shutil.copytree(model, tmp_path / "copy")
-    (copy / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"tokenizer\.json: No such file"):
         verify_model(copy)
 
 

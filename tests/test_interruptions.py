@@ -1,19 +1,15 @@
 """Conversions that are killed, or run out of space: nothing that looks complete is left."""
 
 import json
-import os
-import random
 import re
 import shutil
 import subprocess
 import sys
-import time
-from errno import EACCES, ENOSPC
+from errno import ENOSPC
 from pathlib import Path
 
 import pytest
 from convert_sources import run, target_tensors, write_source
-from filelock import FileLock
 from self_killing import ROOT, run_until
 
 from poss_jax.checkpoint.folder import verify_model
@@ -94,20 +90,6 @@ def test_killed_conversion_leaves_nothing_complete(tmp_path, source, event, path
     verify_model(output)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_killed_at_a_random_moment(tmp_path, source, seed):
-    output = tmp_path / "made"
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command(source, output), cwd=ROOT, stdout=quiet, stderr=quiet) as process:
-        while process.poll() is None and not list(tmp_path.glob(".made.partial-*")):
-            time.sleep(0.001)
-        time.sleep(random.Random(seed).uniform(0, 0.6))
-        process.kill()
-    if output.exists():
-        verify_model(output)
-
-
 def test_rest_of_a_running_conversion_is_left_alone(tmp_path):
     with whole_folder(tmp_path / "made") as first, whole_folder(tmp_path / "made") as second:
         assert first.is_dir() and second.is_dir() and first != second
@@ -137,22 +119,6 @@ def test_output_below_a_file_is_refused_at_once(tmp_path, below):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"made: \S*/file is a file; name another folder$"):
         refuse_irreplaceable(tmp_path / "file" / below)
-
-
-def test_rest_that_may_not_be_removed_is_left(tmp_path, monkeypatch):
-    rest = tmp_path / ".made.partial-1"
-    rest.mkdir()
-    acquire = FileLock.acquire
-
-    def refused(lock, *args, **kwargs):
-        if Path(lock.lock_file).parent == rest:
-            raise PermissionError(EACCES, os.strerror(EACCES))
-        return acquire(lock, *args, **kwargs)
-
-    monkeypatch.setattr(FileLock, "acquire", refused)
-    with whole_folder(tmp_path / "made"):
-        pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == [rest.name, "made"]
 
 
 def test_rest_of_another_output_is_left_alone(tmp_path):

@@ -96,12 +96,6 @@ def test_folders_made_for_a_lock_go_with_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "c"]
 
 
-def test_output_below_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"output .*; name another place"):
-        sole_writer(tmp_path / "file" / "a").__enter__()
-
-
 def test_who_waits_gets_the_lock_after_the_other(tmp_path: Path) -> None:
     said, order = [], []
     is_waiting = threading.Event()
@@ -123,14 +117,6 @@ def test_who_waits_gets_the_lock_after_the_other(tmp_path: Path) -> None:
     assert order == ["first", "second"]
     assert said[0].startswith(f"process {os.getpid()} on host {socket.gethostname()} (since ")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_lock_without_a_note_is_somebody_s(tmp_path: Path) -> None:
-    refused = pytest.raises(UserError, match=r"is in use by another process; wait")
-    with sole_writer(tmp_path / "a"):
-        (tmp_path / ".a.lock").write_text("")
-        with refused, sole_writer(tmp_path / "a"):
-            pass
 
 
 def test_answers_are_not_written_twice(tmp_path: Path) -> None:

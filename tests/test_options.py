@@ -50,14 +50,6 @@ def tree(arguments: list[str]) -> TreeConfig | None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_key_has_a_help_text_that_is_a_sentence(kind: Any) -> None:
-    for key, about in list_keys(kind).items():
-        text = about.help
-        assert len(text.split()) > 2 and text.endswith("."), f"{key}: {text}"
-        assert text[0].isupper() or text[0] == "`", f"{key}: {text}"
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_options_have_different_names(kind: Any) -> None:
     flags = [option.flag for option in list_options(kind)]
     assert len(set(flags)) == len(flags)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,18 +93,6 @@ def test_plot_lies_in_the_first_run(
 
 
 @pytest.mark.skipif(not has_matplotlib, reason="needs matplotlib")
-def test_runs_of_one_name_and_an_image_without_an_ending(
-    draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / "again" / Path(draft).name
-    shutil.copytree(draft, other)
-    main([draft, str(other), "--output", str(tmp_path / "drift")])
-    *table, last = capsys.readouterr().out.splitlines()
-    assert any(line.startswith(f"| again/{other.name} |") for line in table)
-    assert Path(json.loads(last)["plot"]).name == "drift.png" and (tmp_path / "drift.png").exists()
-
-
-@pytest.mark.skipif(not has_matplotlib, reason="needs matplotlib")
 def test_unknown_kind_of_image(draft: str, tmp_path: Path) -> None:
     assert "plot.xyz" in refusal(main, draft, "--output", str(tmp_path / "plot.xyz"))
 
@@ -133,12 +120,6 @@ def test_damaged_metrics(tmp_path: Path, line: str) -> None:
     assert "holds no metrics of a training run" in refusal(main, folder, "--table")
 
 
-def test_a_run_that_logged_no_step_is_drawn(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", "target", {"step": 1, "validation_loss": 5.5})
-    main([folder, "--output", str(tmp_path / "plot.png")])
-    assert (tmp_path / "plot.png").is_file()
-
-
 def test_eagle3_has_no_feature_to_compare(
     tmp_path: Path, draft: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,8 +141,3 @@ def test_folder_of_something_else(tmp_path: Path, content: str | None) -> None:
         (tmp_path / "config.yaml").write_text(content)
         (tmp_path / "metrics.jsonl").write_text("")
     assert "holds no metrics of a training run" in refusal(main, str(tmp_path), "--table")
-
-
-def test_run_without_a_validation(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", "draft", {"step": 1, "loss": 1.0})
-    assert "has no validation yet" in refusal(main, folder, "--table")

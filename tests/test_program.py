@@ -279,32 +279,6 @@ def test_nothing_is_closed_after_an_interruption() -> None:
     assert result.stdout == "begun\nthe thread ended\n"
 
 
-LOST = """
-import gc, signal, time
-from poss_jax.program.running import run_program
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell may have had it ignored
-
-def hook(phase, info):
-    if phase == "stop" and gc.callbacks.pop():
-        raise KeyboardInterrupt
-
-def main():
-    gc.callbacks.append(hook)
-    gc.collect()
-    print("lost")
-    time.sleep(30)
-
-run_program(main)
-"""
-
-
-def test_an_interruption_of_the_garbage_collector_is_not_lost() -> None:
-    result = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (130, "error: interrupted\n")
-    assert result.stdout == "lost\n"
-
-
 def nobody(uid: int) -> None:
     raise KeyError(uid)
 

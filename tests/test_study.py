@@ -120,20 +120,6 @@ def test_the_number_of_seeds_is_checked(variants: dict[str, dict[str, int]]) -> 
         study.StudyConfig(start="s", variants=variants, bench="b", trees={}, seeds=(0, 1))
 
 
-def test_runs_train_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = study.StudyConfig(start="s", variants=VARIANTS, bench="b", trees={})
-    together, names = threading.Barrier(3, timeout=60), []
-
-    def train(config: study.StudyConfig, run: study.Run, *, is_alone: bool) -> None:
-        assert not is_alone
-        together.wait()
-        names.append(run.name)
-
-    monkeypatch.setattr(study, "train", train)
-    study.train_all(config, config.runs(), 3)
-    assert sorted(names) == sorted(run.name for run in config.runs())
-
-
 def test_after_a_failed_run_no_further_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     config = study.StudyConfig(start="s", variants=VARIANTS, bench="b", trees={})
     failed, begun = threading.Event(), []
