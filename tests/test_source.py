@@ -4,11 +4,14 @@ import json
 import os
 import re
 import struct
+from collections.abc import Callable
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_sources import run, target_tensors, write_shards, write_source
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from poss_jax.checkpoint import sums, torch_io
@@ -32,53 +35,130 @@ def refused(tmp_path, match):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def duplicate(text: str, key: str) -> str:
-    """Writes a key and its value, a number, string or flat object, once more."""
-    entry = re.search(rf'"{re.escape(key)}":\s*(\{{[^}}]*\}}|[^,}}]*)', text)
-    assert entry is not None
-    return text.replace(entry[0], f"{entry[0]},{entry[0]}", 1)
+Change = Callable[[Path], object]
 
 
-# --------------------------------------------------------------------------------------------------
-# A key that is given twice
+def written(name: str, content: str | bytes) -> Change:
+    content = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(content)
 
 
-def test_key_twice_in_a_header(tmp_path):
-    path = write_source(tmp_path / "source", target_tensors()) / "model.safetensors"
-    content = path.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header = duplicate(content[8 : 8 + length].decode(), KEY).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
-    refused(tmp_path, rf"model\.safetensors: header: {re.escape(KEY)} is given twice")
+def removed(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def setting(key: str, text: str, name: str = "config.json") -> Change:
+    """A file's value of a key, as JSON text."""
+
+    def change(folder: Path) -> None:
+        path = folder / name
+        values = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(values | {key: "HERE"}).replace('"HERE"', text))
+
+    return change
+
+
+def doubled(name: str, key: str) -> Change:
+    """A JSON file, or a header, that has a key and its value twice."""
+
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        is_weights = name.endswith(".safetensors")
+        end = 8 + int.from_bytes(content[:8], "little") if is_weights else len(content)
+        text = content[8:end].decode() if is_weights else content.decode()
+        entry = re.search(rf'"{re.escape(key)}":\s*(\{{[^}}]*\}}|[^,}}]*)', text)
+        assert entry is not None
+        twice = text.replace(entry[0], f"{entry[0]},{entry[0]}", 1).encode()
+        header = struct.pack("<Q", len(twice)) if is_weights else b""
+        (folder / name).write_bytes(header + twice + content[end:])
+
+    return change
+
+
+# A few types read every number: one key shows what its type refuses, the others that they have one.
+_NO_SIZES = ["-1", "0", "0.5", "1e999", "NaN", '"many"', "[8]", "{}", "1" * 30, "1" * 5000]
+_NO_STOPS = ["1e999", "4294967296", '"end"', "[1, -2]", "[[1]]"]
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("config.json", "hidden_size"), ("model.safetensors.index.json", KEY)]
+    ("change", "message"),
+    [
+        (removed("config.json"), r"config\.json: No such file"),
+        (removed("model.safetensors"), "holds no weights"),
+        (written("config.json", "{"), r"config\.json: not valid JSON"),
+        (written("config.json", '{"a": ' + "[" * 100_000), r"config\.json: not valid JSON"),
+        (written("model.safetensors", b"\xff" * 100), r"model\.safetensors"),
+        (doubled("config.json", "hidden_size"), r"config\.json: hidden_size is given twice"),
+        (doubled("model.safetensors", KEY), rf"header: {re.escape(KEY)} is given twice"),
+        *((setting("hidden_size", text), r"config\.json") for text in _NO_SIZES),
+        *(
+            (setting(key, "1" * 30), r"config\.json")
+            for key in ("vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
+        ),
+        *(
+            (setting("rms_norm_eps", text), r"config\.json: rms")
+            for text in ("-1", "1e999", "NaN", '"small"', "[]")
+        ),
+        (setting("rope_theta", "1e999"), r"config\.json: rope"),
+        (setting("max_position_embeddings", "-1"), r"config\.json: max"),
+        *((setting("eos_token_id", text), r"/config\.json: eos_token_id: ") for text in _NO_STOPS),
+        *(
+            (
+                setting("eos_token_id", text, "generation_config.json"),
+                r"/generation_config\.json: eos_token_id: ",
+            )
+            for text in _NO_STOPS
+        ),
+    ],
 )
-def test_key_twice_in_a_json_file(tmp_path, name, key):
+def test_broken_source(tmp_path, change, message):
+    change(write_source(tmp_path / "source", target_tensors()))
+    refused(tmp_path, message)
+
+
+INDEX = "model.safetensors.index.json"
+SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+
+
+def without_head(folder: Path) -> None:
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    del weight_map["lm_head.weight"]
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def mapped(shard: object) -> Change:
+    return written(INDEX, json.dumps({"weight_map": {KEY: shard}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (removed(SHARDS[1]), "which is missing"),
+        (without_head, r"disagree about lm_head\.weight"),
+        (
+            lambda folder: save_file(target_tensors(), folder / SHARDS[1]),
+            rf"disagree .* {SHARDS[1]}",
+        ),
+        (written(INDEX, '{"weight_map": {}}'), "want a weight_map"),
+        (doubled(INDEX, KEY), rf"{re.escape(INDEX)}: {re.escape(KEY)} is given twice"),
+        *(
+            (
+                mapped(shard),
+                rf"index\.json names the shard .* of {re.escape(KEY)}, which is missing",
+            )
+            for shard in (
+                *(3, None, "", ".", "..", "x" * 300, "a\0b", "a\nb", "config.json/x", "../a"),
+                *("/dev/zero", f"../source/{SHARDS[0]}"),
+            )
+        ),
+    ],
+)
+def test_broken_shards(tmp_path, change, message):
     tensors = target_tensors()
     folder = write_source(tmp_path / "source", tensors)
     write_shards(folder, tensors)
-    (folder / name).write_text(duplicate((folder / name).read_text(), key))
-    refused(tmp_path, rf"{re.escape(name)}: {re.escape(key)} is given twice")
-
-
-def test_json_that_is_too_deep(tmp_path):
-    folder = write_source(tmp_path / "source", target_tensors())
-    (folder / "config.json").write_text('{"a": ' + "[" * 100_000)
-    refused(tmp_path, r"config\.json: not valid JSON")
-
-
-@pytest.mark.parametrize(
-    "shard",
-    [3, None, "", ".", "..", "x" * 300, "a\0b", "a\nb", "config.json/x", "../a", "/dev/zero"],
-)
-def test_index_with_a_shard_that_cannot_be(tmp_path, shard):
-    folder = write_source(tmp_path / "source", {})
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {KEY: shard}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(tmp_path, rf"index\.json names the shard .* of {re.escape(KEY)}, which is missing")
+    change(folder)
+    refused(tmp_path, message)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -204,51 +284,6 @@ def test_tokenizer_with_more_tokens_than_the_embedding(tmp_path, capsys, num_tok
     run("inspect", str(folder))
     line = "assumed: texts hold no token above 15, the embedding's last, although the tokenizer"
     assert capsys.readouterr().out.count(line) == 2 * (num_tokens == 17)
-
-
-# --------------------------------------------------------------------------------------------------
-# Sizes and settings that cannot be
-
-# A few types read every number: one key shows what its type refuses, the others that they have one.
-_NO_SIZES = ["-1", "0", "0.5", "1e999", "NaN", '"many"', "[8]", "{}", "1" * 30, "1" * 5000]
-_SIZES = ["vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim"]
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [*(("hidden_size", text) for text in _NO_SIZES), *((key, "1" * 30) for key in _SIZES)],
-)
-def test_wrong_size(tmp_path, key, text):
-    folder = write_source(tmp_path / "source", target_tensors(), **{key: "HERE"})
-    path = folder / "config.json"
-    path.write_text(path.read_text().replace('"HERE"', text))
-    refused(tmp_path, r"config\.json")
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        *(("rms_norm_eps", text) for text in ("-1", "1e999", "NaN", '"small"', "[]")),
-        ("rope_theta", "1e999"),
-        ("max_position_embeddings", "-1"),
-    ],
-)
-def test_wrong_setting(tmp_path, key, text):
-    folder = write_source(tmp_path / "source", target_tensors(), **{key: "HERE"})
-    path = folder / "config.json"
-    path.write_text(path.read_text().replace('"HERE"', text))
-    refused(tmp_path, rf"config\.json: {key.partition('_')[0]}")
-
-
-@pytest.mark.parametrize("text", ["1e999", "4294967296", '"end"', "[1, -2]", "[[1]]"])
-def test_wrong_stop_token(tmp_path, text):
-    folder = write_source(tmp_path / "source", target_tensors(), eos_token_id="HERE")
-    path = folder / "config.json"
-    path.write_text(path.read_text().replace('"HERE"', text))
-    refused(tmp_path, r"/config\.json: eos_token_id: ")
-    path.write_text(path.read_text().replace(text, "2"))
-    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {text}}}')
-    refused(tmp_path, r"/generation_config\.json: eos_token_id: ")
 
 
 # --------------------------------------------------------------------------------------------------
