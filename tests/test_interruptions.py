@@ -143,7 +143,7 @@ def assert_one_line(result: subprocess.CompletedProcess[str], output: Path, reas
     assert reason in result.stderr
 
 
-@pytest.mark.parametrize("blocks", [1, 20, 150])
+@pytest.mark.parametrize("blocks", [20, *(pytest.param(size, marks=SLOW) for size in (1, 150))])
 def test_file_that_cannot_grow(tmp_path, source, blocks):
     """The limit stops an item's small files, its data, or the copy of the tokenizer."""
     limited = f"ulimit -f {blocks} && exec {' '.join(command(source, tmp_path / 'made'))}"
