@@ -124,10 +124,10 @@ def find_gguf(source: Path) -> Path | None:
     if source.suffix == ".gguf" and source.is_file():
         return source
     if source.is_dir():
-        found = _only_one(source, sorted(path.name for path in source.glob("*.gguf")))
-        if found is not None:
-            check_own_file(found)
-        return found
+        file = _only_one(source, sorted(path.name for path in source.glob("*.gguf")))
+        if file is not None:
+            check_own_file(file)
+        return file
     if source.suffix not in (".whl", ".zip"):
         return None
     try:
