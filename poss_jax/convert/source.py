@@ -8,7 +8,6 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -301,9 +300,12 @@ def _verify(folder: Path, names: Iterable[str]) -> set[str]:
 
 def _highest_id(tokenizer: Path) -> int:
     """Highest id of a tokenizer.json; -1 if it cannot be read, which whoever loads it is told."""
-    with suppress(Exception):
+    try:
         return max(Tokenizer.from_file(str(tokenizer)).get_vocab().values())
-    return -1
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # the Rust side raises plain Exception, and others if it panics
+        return -1
 
 
 def _find_weights(folder: Path) -> Path | None:
