@@ -9,7 +9,7 @@ versions of one row.
 import itertools
 import math
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -420,6 +420,15 @@ def _interleave(linears: list[Params], num_groups: int) -> Params:
         return jnp.concatenate(groups, axis=1).reshape(-1, *leaves[0].shape[1:])
 
     return jax.tree.map(join, *linears)
+
+
+def zero_outputs(layer: Params) -> Params:
+    """Makes a layer add nothing: its output projections become zero."""
+
+    def zero_projection(path: tuple[Any, ...], leaf: Array) -> Array:
+        return jnp.zeros_like(leaf) if {"o", "down"} & {step.key for step in path} else leaf
+
+    return jax.tree.map_with_path(zero_projection, layer)
 
 
 def init_layer(layer: DecoderLayer, key: Array, *, width: int | None = None) -> Params:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
-from poss_jax.model.layers import DecoderLayer, Parameter, fuse_layer, init_layer
+from poss_jax.model.layers import DecoderLayer, Parameter, fuse_layer, init_layer, zero_outputs
 from poss_jax.shapes import Array, Int, Params
 
 KEY_VALUE = ("k", "v", "k_norm")
@@ -101,15 +101,6 @@ def add_layers(draft: Params, config: DraftConfig, key: Array) -> Params:
     keys = jax.random.split(jax.random.fold_in(key, 1), config.num_further)[len(layers) :]
     drawn = [zero_outputs(init_layer(further_layer(config), layer_key)) for layer_key in keys]
     return draft | {"further": layers + drawn}
-
-
-def zero_outputs(specialist: Params) -> Params:
-    """Makes a layer add nothing: its output projections become zero."""
-
-    def zero_projection(path: tuple[Any, ...], leaf: Array) -> Array:
-        return jnp.zeros_like(leaf) if {"o", "down"} & {step.key for step in path} else leaf
-
-    return jax.tree.map_with_path(zero_projection, specialist)
 
 
 def extend_specialists(draft: Params, num_specialists: int) -> Params:

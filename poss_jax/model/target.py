@@ -27,6 +27,7 @@ from poss_jax.model.layers import (
     layer_rows,
     norm_row,
     rms_norm,
+    zero_outputs,
 )
 from poss_jax.model.linear import linear
 from poss_jax.model.sharding import highest_of_groups
@@ -124,18 +125,9 @@ def insert_layers(layers: list[Params], num_layers: int) -> list[Params]:
     sources = [index * len(layers) // num_layers for index in range(num_layers)]
     repeats = [index > 0 and sources[index - 1] == source for index, source in enumerate(sources)]
     return [
-        _silence(layers[source]) if is_new else layers[source]
+        zero_outputs(layers[source]) if is_new else layers[source]
         for source, is_new in zip(sources, repeats, strict=True)
     ]
-
-
-def _silence(layer: Params) -> Params:
-    """Copies a layer, with zero outputs."""
-    zeros = {
-        module: {name: jax.tree.map(jnp.zeros_like, layer[module][name])}
-        for module, name in (("attention", "o"), ("mlp", "down"))
-    }
-    return layer | {module: layer[module] | zero for module, zero in zeros.items()}
 
 
 def fuse_target(

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig
-from poss_jax.model.layers import DecoderLayer, layer_rows, linear_rows
+from poss_jax.model.layers import DecoderLayer, layer_rows, linear_rows, zero_outputs
 from poss_jax.model.linear import linear
-from poss_jax.model.specialists import Family, add_layers, draw_specialists, zero_outputs
+from poss_jax.model.specialists import Family, add_layers, draw_specialists
 from poss_jax.shapes import Array, Float, Params
 
 
