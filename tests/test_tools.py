@@ -1,13 +1,16 @@
 """Calls of tools: given to the template, found in the answer, streamed; without weights."""
 
 import json
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from chat_oracle import TOOL, call, tokenizer_of
 from chat_templates import KINDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_asking import user
 from test_messages import Tokenising
 
@@ -38,14 +41,33 @@ def caller(form: str, **more: Any) -> Caller:
 
 def read(form: str, *parts: str, **more: Any) -> tuple[str, list[Any]]:
     """Text and calls of an answer that comes in parts; none is taken back or comes twice."""
+    shown = read_parts(form, *parts, **more)
+    calls = [part for part in shown if isinstance(part, dict)]
+    return "".join(part for part in shown if isinstance(part, str)), calls
+
+
+def read_parts(form: str, *parts: str, **more: Any) -> list[Any]:
+    """Texts and calls of an answer that comes in parts, in order; no text follows another."""
     both = frozenset({"weather", "time"})
     reader = CallReader(caller(form, **more)._replace(names=both))
-    shown = [reader.push(part, is_last=False) for part in parts]
-    shown.append(reader.push("", is_last=True))
-    assert "".join(text for text, _ in shown) == reader.text
-    assert [one for _, calls in shown for one in calls] == reader.calls
-    functions = [one["function"] for one in reader.calls]
-    return reader.text, [one | {"arguments": json.loads(one["arguments"])} for one in functions]
+    shown = [one for part in parts for one in reader.push(part, is_last=False)]
+    shown += reader.push("", is_last=True)
+    assert "".join(one for one in shown if isinstance(one, str)) == reader.text
+    assert [one for one in shown if isinstance(one, dict)] == reader.calls
+    whole = []
+    for kind, group in groupby(shown, type):
+        if kind is str:
+            whole.append("".join(group))
+        else:
+            functions = [one["function"] for one in group]
+            whole += [one | {"arguments": json.loads(one["arguments"])} for one in functions]
+    return whole
+
+
+def cut_at(text: str, places: Sequence[int]) -> list[str]:
+    """Cuts a text into parts."""
+    ends = sorted({0, *(place % (len(text) + 1) for place in places), len(text)})
+    return [text[begin:end] for begin, end in pairwise(ends)]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +100,79 @@ def test_calls_are_found_in_any_parts(form: str, answer: str, text: str, calls: 
     assert read(form, answer) == read(form, *answer) == (text, calls)
     rng = np.random.default_rng(0)
     for _ in range(20):
-        cuts = sorted({0, *rng.integers(0, len(answer) + 1, 3).tolist(), len(answer)})
-        assert read(form, *(answer[i:j] for i, j in pairwise(cuts))) == (text, calls)
+        assert read(form, *cut_at(answer, rng.integers(0, 1000, 3))) == (text, calls)
+
+
+DRAWN = settings(deadline=None, derandomize=True)
+TEXTS = st.text('a \n"\\{}[<té', max_size=12)  # they hold no whole mark
+STRINGS = st.lists(st.sampled_from([*'ab"\\\n{}é', "<tool_call>", "</tool_call>", "[TOOL_CALLS]"]))
+CUTS = st.lists(st.integers(0, 2**16), max_size=9)
+
+
+@st.composite
+def answers(draw: Any) -> list[Any]:
+    """Texts with a call between every two of them."""
+    parts: list[Any] = [draw(TEXTS)]
+    for strings in draw(st.lists(STRINGS, max_size=3)):
+        parts += [{"name": "weather", "arguments": {"city": "".join(strings)}}, draw(TEXTS)]
+    return parts
+
+
+@DRAWN
+@given(answers(), CUTS, st.sampled_from([None, 1]))
+def test_texts_and_calls_are_kept_as_they_are(
+    parts: list[Any], cuts: list[int], indent: int | None
+) -> None:
+    """Blanks beside a call are kept between texts; marks within a call's strings are letters."""
+    texts = [part for part in parts if isinstance(part, str)]
+    calls = [part for part in parts if isinstance(part, dict)]
+    answer = "".join(
+        part if isinstance(part, str) else HERMES(json.dumps(part, indent=indent)) for part in parts
+    )
+    content = "".join(texts)
+    if calls:
+        content = content if texts[0].strip() else content.lstrip()
+        content = content if texts[-1].strip() else content.rstrip()
+    assert read("hermes", *cut_at(answer, cuts)) == (content, calls)
+    ordered = [part.split() if isinstance(part, str) else part for part in parts]
+    shown = read_parts("hermes", *cut_at(answer, cuts))
+    split = [part.split() if isinstance(part, str) else part for part in shown]
+    assert [part for part in split if part] == [part for part in ordered if part]
+
+
+SOUP = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", MARK, json.dumps(LISBON), json.dumps(LOOK)]
+SOUP += [
+    '"',
+    "\\",
+    "\n",
+    " ",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    "a",
+    '{"name": "weather"',
+    ', "arguments": {}}',
+]
+
+
+@DRAWN
+@given(st.sampled_from([*FORMS]), st.lists(st.sampled_from(SOUP), max_size=12), CUTS)
+def test_any_answer_reads_the_same_in_any_parts(
+    form: str, pieces: list[str], cuts: list[int]
+) -> None:
+    answer = "".join(pieces)
+    shown = read_parts(form, answer)
+    assert read_parts(form, *cut_at(answer, cuts)) == read_parts(form, *answer) == shown
+    if not any(isinstance(part, dict) for part in shown):
+        assert "".join(shown) == answer
+
+
+def test_a_string_ends_with_its_line() -> None:
+    """A call with an odd quote does not take the next ones with it."""
+    broken = HERMES('{"name: "weather"}')
+    assert read("hermes", *broken, *HERMES(json.dumps(LISBON))) == (broken, [LISBON])
 
 
 @pytest.mark.parametrize(

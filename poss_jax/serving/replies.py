@@ -16,7 +16,7 @@ from poss_jax.engine.streams import Chunks
 from poss_jax.engine.text import TextStream, decode_behind, find_anchor, token_bytes
 from poss_jax.serving.bodies import ApiError
 from poss_jax.serving.requests import Job
-from poss_jax.serving.tools import CallReader
+from poss_jax.serving.tools import Call, CallReader
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
@@ -106,12 +106,18 @@ class Reply:
         """What a chunk adds to the text, or to a message: text and calls."""
         if not self._job.is_chat:
             return {"text": chunk.text}
-        text, calls = chunk.text, []
-        if self._readers is not None:
-            reader = self._readers[index]
-            first = len(reader.calls)
-            text, calls = reader.push(chunk.text, is_last=chunk.answer is not None)
-            calls = [{"index": first + place, **call} for place, call in enumerate(calls)]
+        if self._readers is None:
+            return self._of_message([chunk.text] if chunk.text else [])
+        reader = self._readers[index]
+        num_before = len(reader.calls)
+        parts = reader.push(chunk.text, is_last=chunk.answer is not None)
+        return self._of_message(parts, num_before)
+
+    def _of_message(self, parts: Sequence[str | Call], num_calls: int = 0) -> dict[str, Any]:
+        """Texts and calls as a message gets them, behind its first calls."""
+        text = "".join(part for part in parts if isinstance(part, str))
+        new = [part for part in parts if isinstance(part, dict)]
+        calls = [{"index": index, **call} for index, call in enumerate(new, num_calls)]
         return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
 
     def _message(self, index: int, text: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ created ─► item added ─► text or arguments, bit by bit ─► item done 
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
@@ -27,6 +27,7 @@ from poss_jax.serving.bodies import (
 )
 from poss_jax.serving.replies import KEEP_ALIVE, Reply, event
 from poss_jax.serving.requests import Job, read_chat
+from poss_jax.serving.tools import Call
 
 _HELD = ("previous_response_id", "conversation", "prompt", "background", "context_management")
 _OF_CHATS = ("n", "max_tokens", "response_format", "logprobs", "top_logprobs", "max_tool_calls")
@@ -202,8 +203,9 @@ class ResponseReply(Reply):
             if item is None:
                 yield None
             elif (data := self.take(*item)) is not None:
-                for one in self._add(data["choices"][0]["delta"]):
-                    yield one
+                for part in data["choices"][0]["delta"]["parts"]:
+                    for one in self._add(part):
+                        yield one
         whole = self.body()
         is_cut = whole["choices"][0]["finish_reason"] == "length"
         status = "incomplete" if is_cut else "completed"
@@ -213,21 +215,30 @@ class ResponseReply(Reply):
         ended |= {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
         yield self._tell(f"response.{status}", response=self._begun | ended)
 
-    def _add(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Adds what a chunk adds to a chat's message."""
-        if text := delta.get("content"):
-            yield from self._begin_message()
-            self._text = (self._text or "") + text
-            yield self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[])
-        for call in delta.get("tool_calls", ()):
+    def _of_message(self, parts: Sequence[str | Call], num_calls: int = 0) -> dict[str, Any]:
+        """Texts and calls in the order of the answer, which is the items' order."""
+        del num_calls
+        return {"parts": parts}
+
+    def _add(self, part: str | Call) -> Iterator[dict[str, Any]]:
+        """Adds a text or a call; a message behind a call has no blanks before it."""
+        if isinstance(part, dict):
             yield from self._end_message("completed")
-            arguments, kind = call["function"]["arguments"], "function_call_arguments"
-            item = {"type": "function_call", "id": _new_id("fc"), "call_id": call["id"]}
-            item |= call["function"]
-            yield self._begin_item(item | {"status": "in_progress", "arguments": ""})
-            yield self._of_item(f"{kind}.delta", delta=arguments)
-            yield self._of_item(f"{kind}.done", name=item["name"], arguments=arguments)
-            yield self._end_item(status="completed", arguments=arguments)
+            yield from self._add_call(part)
+            return
+        text = part.lstrip() if self._text is None and self._items else part
+        yield from self._begin_message()
+        self._text = (self._text or "") + text
+        yield self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[])
+
+    def _add_call(self, call: Call) -> Iterator[dict[str, Any]]:
+        arguments, kind = call["function"]["arguments"], "function_call_arguments"
+        item = {"type": "function_call", "id": _new_id("fc"), "call_id": call["id"]}
+        item |= call["function"]
+        yield self._begin_item(item | {"status": "in_progress", "arguments": ""})
+        yield self._of_item(f"{kind}.delta", delta=arguments)
+        yield self._of_item(f"{kind}.done", name=item["name"], arguments=arguments)
+        yield self._end_item(status="completed", arguments=arguments)
 
     def _begin_message(self) -> Iterator[dict[str, Any]]:
         """Begins a message unless one is under way."""

@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from poss_jax.config.json_reading import JsonError, check_text, parse_json
@@ -22,6 +22,9 @@ _ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # what Mistral's templates want; others take any
 _TEXT = r"TEXT: /(.|\n)*/"
 _BETWEEN = " \n\t;,"  # calls without an end mark
+
+Call = dict[str, Any]
+"""A call as the API writes it: its id, and the name and arguments of a function."""
 
 
 class CallForm(NamedTuple):
@@ -139,72 +142,116 @@ def _lark(*lines: str) -> Grammar:
 class CallReader:
     """Separates the text of an answer from its calls, as it grows.
 
+    A call reaches to the first end mark outside its strings; what is no call is text. A string
+    ends at a quote, at the latest at the end of its line, since JSON breaks no line within one.
+    Blanks beside a call are text only between two texts, and belong to the later one.
+
     Attributes:
       text: the text so far, without calls.
-      calls: the calls so far, as the API writes them.
+      calls: the calls so far.
     """
 
     def __init__(self, caller: Caller) -> None:
         self._caller, self._form = caller, caller.form
-        self.text, self.calls = "", list[dict[str, Any]]()
+        self.text, self.calls = "", list[Call]()
         self._held = ""  # neither text nor a whole call yet
-        self._opening = ""  # what was dropped before a call: blanks and the mark
-        self._is_calling = self._follows_call = False
+        self._opening: str | None = None  # mark of the call that is held; None: text is held
+        self._num_scanned = 0  # letters of that call up to its last whole string
+        self._blanks = ""  # behind the text so far
+        self._follows_call = False
+        string = r'"(?:[^"\\\n]|\\.)*+(?P<close>["\n]|\\?\Z)'
+        self._string_or_end = re.compile(f"{string}|{re.escape(self._form.end)}", re.DOTALL)
 
-    def push(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Adds to the answer; returns the text and the calls that are certain now."""
+    def push(self, text: str, *, is_last: bool) -> list[str | Call]:
+        """Adds to the answer; returns the texts and calls that are certain now, in their order.
+
+        All of them together do not depend on how the answer is cut.
+        """
         self._held += text
-        shown, num_before = "", len(self.calls)
-        while (part := self._take(is_last=is_last)) is not None:
-            shown += part
+        parts = [self._show(part) for part in self._split(is_last=is_last)]
+        if is_last and not self._follows_call:
+            self.text += self._blanks
+            parts.append(self._blanks)
+        return [part for part in parts if part]
+
+    def _show(self, part: str | Call) -> str | Call:
+        """Adds a part of the answer; returns what is shown of it."""
+        if isinstance(part, str):
+            return self._show_text(part)
+        self._follows_call = True
+        if self.calls and self._caller.is_single:
+            return ""
+        self.calls.append(part)
+        return part
+
+    def _show_text(self, text: str) -> str:
+        """Adds a text, and holds the blanks at its end."""
+        text = self._blanks + text
+        shown = text.rstrip()
+        self._blanks = text[len(shown) :]
+        if self._follows_call and not self.text:
+            shown = shown.lstrip()
+        self._follows_call = self._follows_call and not shown
         self.text += shown
-        return shown, self.calls[num_before:]
+        return shown
 
-    def _take(self, *, is_last: bool) -> str | None:
-        """Takes text or calls from what is held; None if that needs more text."""
-        if self._is_calling:
-            return self._take_calls(is_last=is_last)
+    def _split(self, *, is_last: bool) -> Iterator[str | Call]:
+        """Takes from what is held: texts as they were written, and calls."""
+        while True:
+            if self._opening is None:
+                yield self._take_text(is_last=is_last)
+            if self._opening is None:
+                return
+            end = self._find_end()
+            if end is None and not is_last:
+                return
+            yield from self._take_calls(end)
+
+    def _take_text(self, *, is_last: bool) -> str:
+        """Takes text; the mark behind it, if there is one, begins a call."""
         form, is_first = self._form, not (self.text or self.calls)
-        if self._follows_call:
-            self._held = self._held.lstrip()
         if is_first and form.bare and self._held.lstrip().startswith(form.bare):
-            self._opening, self._is_calling = "", True
+            self._opening = ""
             return ""
-        before, mark, after = self._held.partition(form.begin)
+        text, mark, after = self._held.partition(form.begin)
         if mark:
-            self._held, self._is_calling, shown = after, True, before.rstrip()
-            self._opening = before[len(shown) :] + mark
-            return shown
-        size = len(before) if is_last else _num_decided(before, form.begin)
-        self._held, self._follows_call = before[size:], self._follows_call and not size
-        return before[:size] or None
+            self._opening, self._held = mark, after
+            return text
+        size = len(text) - (0 if is_last else _num_undecided(text, form.begin))
+        self._held = text[size:]
+        return text[:size]
 
-    def _take_calls(self, *, is_last: bool) -> str | None:
-        """Takes calls up to their end; what is no call is text."""
-        form = self._form
-        whole = self._held, "", ""
-        inside, mark, after = self._held.partition(form.end) if form.end else whole
-        if not (mark or is_last):
+    def _find_end(self) -> int | None:
+        """Where the call that is held ends; None: not yet, or with the answer."""
+        if not self._form.end:
             return None
-        self._held, self._is_calling = after, False
-        found = _read_calls(inside)
-        if found and (self._opening or all(one["name"] in self._caller.names for one in found)):
-            self.calls += [_describe(one) for one in found]
-            self.calls = self.calls[:1] if self._caller.is_single else self.calls
-            self._follows_call = True
-            return ""
-        return self._opening + inside + mark
+        for found in self._string_or_end.finditer(self._held, self._num_scanned):
+            if found["close"] is None:
+                return found.start()
+            if found["close"] in ("", "\\"):  # the string goes on
+                return None
+            self._num_scanned = found.end()
+        return None
+
+    def _take_calls(self, end: int | None) -> list[str | Call]:
+        """Takes the calls up to their end, or the text that they are if they are none."""
+        inside, mark = self._held[:end], "" if end is None else self._form.end
+        functions = _read_calls(inside)
+        is_known = self._opening or all(one["name"] in self._caller.names for one in functions)
+        text = f"{self._opening}{inside}{mark}"
+        self._held = self._held[len(inside) + len(mark) :]
+        self._opening, self._num_scanned = None, 0
+        return [*map(_describe, functions)] if functions and is_known else [text]
 
 
-def _num_decided(text: str, mark: str) -> int:
-    """Length of a text without an end that may begin the mark, and without blanks before that."""
+def _num_undecided(text: str, mark: str) -> int:
+    """Length of the end of a text that may begin the mark."""
     sizes = range(min(len(mark) - 1, len(text)), -1, -1)
-    size = next(n for n in sizes if mark.startswith(text[len(text) - n :]))
-    return len(text[: len(text) - size].rstrip())
+    return next(size for size in sizes if mark.startswith(text[len(text) - size :]))
 
 
-def _describe(function: dict[str, str]) -> dict[str, Any]:
-    """A call as the API writes it, with a new id."""
+def _describe(function: dict[str, str]) -> Call:
+    """A call of a function, with a new id."""
     name = "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
     return {"id": name, "type": "function", "function": function}
 
