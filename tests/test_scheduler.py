@@ -17,7 +17,7 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine import models, slots, steps
-from poss_jax.engine.answers import Chunk, Generation, LiveAnswer
+from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from poss_jax.engine.rounds import read_rounds
@@ -353,22 +353,73 @@ def test_readers_hear_when_nothing_comes(engine: Engine, warm: Scheduler):
     assert num_quiet > 0 and tokens == alone(engine, prompt).output_ids
 
 
-def test_text_comes_before_the_error_that_ended_it(engine: Engine):
+PART = Chunk([], [3], [0])
+END = Chunk([], [], [], answer=Generation([1, 2], [3], None, [], [], "cancelled"))
+
+
+async def read_all(*streams: Stream, tokens: list[int], interval: float = 0.0) -> None:
+    async for item in merge(streams, interval=interval):
+        assert item is not None
+        tokens.extend(item[1].output_ids)
+
+
+@pytest.mark.parametrize("num_parts", [0, 1, 3])
+@pytest.mark.parametrize("behind", [[], [END], [PART, END], [Closed("later")]])
+@pytest.mark.parametrize("interval", [0.0, 0.02])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_text_comes_before_the_error_that_ended_it(
+    engine: Engine, num_parts: int, behind: list[Chunk | Exception], interval: float, is_late: bool
+):
+    """However readers are timed: nothing behind an error is read, and the error always is."""
     prompt = engine.prepare([1, 2], 40)
-    answer = engine.live_answer(prompt)
-    stream = Stream(prompt, answer, has_logprobs=False, deadline=float("inf"))
-    for tokens in ([3], [4, 5]):
-        stream.put(Chunk([], tokens, [0] * len(tokens)))
-    stream.put(Closed("decoding failed"))
-    tokens: list[int] = []
+
+    def open_stream() -> Stream:
+        return Stream(prompt, engine.live_answer(prompt), has_logprobs=False, deadline=np.inf)
+
+    items = [*[PART] * num_parts, UserError("too complex"), *behind]
+    stream, other, tokens = open_stream(), open_stream(), list[int]()
+
+    def fill() -> None:
+        for item in items:
+            stream.put(item)
+            time.sleep(0.001 * is_late)
 
     async def read() -> None:
-        async for chunk in stream:
-            tokens.extend(chunk.output_ids)
+        filling = asyncio.get_running_loop().run_in_executor(None, fill)
+        if not is_late:
+            await filling
+        await read_all(other, stream, tokens=tokens, interval=interval)
 
-    with pytest.raises(Closed):
+    with pytest.raises(UserError):
         asyncio.run(read())
-    assert tokens == [3, 4, 5]
+    assert tokens == [3] * num_parts
+    stream, tokens = open_stream(), []
+    fill()
+    with pytest.raises(UserError):
+        for chunk in stream:
+            tokens += chunk.output_ids
+    assert tokens == [3] * num_parts
+
+
+def test_an_answer_whose_grammar_fails_ends_with_its_error(
+    engine: Engine, cold: Scheduler, monkeypatch: pytest.MonkeyPatch
+):
+    add, num_rounds = LiveAnswer.add, 0
+
+    def failing(answer: LiveAnswer, new: Round) -> Chunk:
+        nonlocal num_rounds
+        num_rounds += 1
+        if num_rounds == 4:
+            raise UserError("structured_outputs: too complex")
+        return add(answer, new)
+
+    prompt, tokens = engine.prepare([1, 2], 200), list[int]()
+    whole = alone(engine, prompt).output_ids
+    monkeypatch.setattr(LiveAnswer, "add", failing)
+    with pytest.raises(UserError, match="too complex"):
+        asyncio.run(read_all(cold.submit(prompt), tokens=tokens))
+    assert len(tokens) >= 3 and tokens == whole[: len(tokens)]
+    assert cold.stats.finished == {"cancelled": 1} and cold.num_running == 0
 
 
 # --------------------------------------------------------------------------------------------------

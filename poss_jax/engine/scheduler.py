@@ -409,13 +409,13 @@ class Scheduler:
 
     def _deliver(self, stream: Stream, rounds: Sequence[Round]) -> None:
         """Adds rounds to a text."""
-        chunk = Chunk([], [], [])
+        chunk, failure = Chunk([], [], []), None
         for one in rounds:
             if chunk.answer is None:
                 try:
                     chunk += stream.answer.add(one)
                 except UserError as error:  # of a grammar
-                    stream.put(error)
+                    failure = error
                     chunk += stream.answer.cancel()
                 self.stats.drafts += bool(one.num_offered)
                 self.stats.drafted += one.num_offered or 0
@@ -426,10 +426,10 @@ class Scheduler:
         if chunk.answer is None:
             stream.put(chunk)
             return
-        self._end(stream, chunk)
+        self._end(stream, chunk, failure)
 
-    def _end(self, stream: Stream, chunk: Chunk) -> None:
-        """Removes a request and gives it its last chunk."""
+    def _end(self, stream: Stream, chunk: Chunk, failure: UserError | None = None) -> None:
+        """Removes a request and gives it its last chunk, or the last text and its error."""
         assert chunk.answer is not None
         with self._changed:
             if stream in self._active:
@@ -439,7 +439,11 @@ class Scheduler:
             else:
                 self._reading = None
         self.stats.finished[chunk.answer.stop_reason] += 1
-        stream.put(chunk)
+        if failure is None:
+            stream.put(chunk)
+            return
+        stream.put(replace(chunk, answer=None))
+        stream.put(failure)
 
     # ----------------------------------------------------------------------------------------------
     # Compilation

@@ -44,6 +44,7 @@ class Stream:
         self.has_logprobs = has_logprobs
         self._deadline = deadline
         self._chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
+        self._error: Exception | None = None  # to be raised behind the text before it
         self._wake: Callable[[], None] = lambda: None
         self._quiet_until = 0.0  # until then only the end of the answer wakes the reader
         self._is_cancelled = False
@@ -55,7 +56,9 @@ class Stream:
     def __iter__(self) -> Iterator[Chunk]:
         chunk = None
         while chunk is None or chunk.answer is None:
-            chunk = _unwrap(self._chunks.get())
+            chunk = self._chunks.get()
+            if isinstance(chunk, Exception):
+                raise chunk
             yield chunk
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -64,7 +67,7 @@ class Stream:
             yield item[1]
 
     def put(self, chunk: Chunk | Exception) -> None:
-        """Adds a chunk, or the error that decoding failed with."""
+        """Adds a chunk, or an error, which ends the answer; nothing behind it is read."""
         self._chunks.put(chunk)
         is_end = isinstance(chunk, Exception) or chunk.answer is not None
         if is_end or time.monotonic() >= self._quiet_until:
@@ -75,15 +78,17 @@ class Stream:
         return self._is_cancelled or time.monotonic() > self._deadline
 
     def _take(self) -> Chunk | None:
-        """Joins all chunks that have arrived."""
+        """Joins all chunks that have arrived, up to an error; raises that once nothing is left."""
         whole = None
-        while not self._chunks.empty():
-            chunk = self._chunks.get()
-            if whole is not None and isinstance(chunk, Exception):
-                self.put(chunk)  # raised once the text before it is delivered
-                return whole
-            chunk = _unwrap(chunk)
-            whole = chunk if whole is None else whole + chunk
+        while self._error is None and not self._chunks.empty():
+            item = self._chunks.get()
+            if isinstance(item, Exception):
+                self._error = item
+                self._wake()  # so that it is raised next
+            else:
+                whole = item if whole is None else whole + item
+        if whole is None and self._error is not None:
+            raise self._error
         return whole
 
 
@@ -100,6 +105,7 @@ async def merge(
 
     Raises:
       Closed: decoding failed.
+      UserError: the grammar of an answer has become too complex.
     """
     loop, has_more = asyncio.get_running_loop(), asyncio.Event()
 
@@ -112,13 +118,15 @@ async def merge(
     num_open = len(streams)
     while num_open:
         has_more.clear()
-        chunks = [(index, chunk) for index, one in enumerate(streams) if (chunk := one._take())]
-        for index, chunk in chunks:
-            num_open -= chunk.answer is not None
-            yield index, chunk
+        read = list[Stream]()
+        for index, stream in enumerate(streams):
+            if chunk := stream._take():
+                num_open -= chunk.answer is not None
+                yield index, chunk
+                read.append(stream)
         now = time.monotonic()
-        for index, _ in chunks:
-            streams[index]._quiet_until = now + interval
+        for stream in read:
+            stream._quiet_until = now + interval
         quiet = [stream._quiet_until - now for stream in streams if stream._quiet_until > now]
         try:
             async with asyncio.timeout(min(quiet, default=patience)):
@@ -127,12 +135,6 @@ async def merge(
         except TimeoutError:
             if not quiet:
                 yield None
-
-
-def _unwrap(chunk: Chunk | Exception) -> Chunk:
-    if isinstance(chunk, Exception):
-        raise chunk
-    return chunk
 
 
 class Calls:
