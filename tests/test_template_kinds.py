@@ -5,10 +5,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from chat_oracle import TOOL, call, check_chat, opened
+from chat_oracle import TOOL, call, check_chat, opened, tokenizer_of
 from chat_templates import KINDS
 
 from poss_jax.config.reading import UserError
+from poss_jax.engine.prompts import encode_prompt
 
 USER = {"role": "user", "content": "what is the sum of 2 and 3?"}
 THINKS = {"reasoning_content": "two and three make five"}
@@ -77,3 +78,67 @@ def test_how_many_chats_equal_the_oracle() -> None:
     total = sum(map(outcomes, USED), Counter())
     print(f"{len(USED)} templates of {len(KINDS)}, {len(CHATS)} chats: {dict(total)}")
     assert total == TOTAL
+
+
+# --------------------------------------------------------------------------------------------------
+# Messages that a template leaves out
+
+ASKED = {"role": "user", "content": "what is a cucumber?"}
+BESIDE_CALL = answer("no cucumber", tool_calls=[call("Lisbon")])
+
+
+def count_words(name: str, messages: list[dict[str, Any]]) -> int:
+    """How often a prompt of transformers holds the word; -1: the template refuses it."""
+    try:
+        text = tokenizer_of(name).apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    except Exception:  # of Jinja's, or what Python raises in it
+        return -1
+    return text.lower().count("cucumber")
+
+
+@functools.cache
+def asked(name: str) -> Counter[str]:
+    """What becomes of a message of each role, which says what others say, at two places."""
+    tokenizer, outcomes = tokenizer_of(name), Counter[str]()
+    for role in ("system", "developer", "function", "tool", "user", "assistant"):
+        message = {"role": role, "content": 'a "cucumber"\n'}
+        for before in ([], [ASKED, answer("a cucumber")]):
+            chat = [*before, message, ASKED]
+            num_words, num_others = (count_words(name, one) for one in (chat, [*before, ASKED]))
+            refusal = ""
+            try:
+                encode_prompt(chat, tokenizer, len(tokenizer))
+            except UserError as error:
+                refusal = str(error)
+            outcome = "written"
+            if num_words < 0:
+                outcome = "the target's chat template refuses them"
+            elif num_words <= num_others:
+                outcome = f"leaves out the text of message {len(before) + 1} (role '{role}')"
+            assert (outcome in refusal) if outcome != "written" else not refusal, (chat, refusal)
+            outcomes[outcome.partition(" of message")[0]] += 1
+    return outcomes
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_the_text_of_every_message_is_in_the_prompt(name: str) -> None:
+    assert asked(name).total() == 12
+
+
+def test_how_many_messages_are_left_out() -> None:
+    total = sum(map(asked, KINDS), Counter())
+    assert total == {
+        "written": 520,
+        "leaves out the text": 84,
+        "the target's chat template refuses them": 20,
+    }
+
+
+def test_a_call_may_stand_for_the_text_beside_it() -> None:
+    """Clients send a reply's text and calls back, and some templates write the calls alone."""
+    tokenizer = tokenizer_of("llama-3.1, tools")
+    chat = [ASKED, BESIDE_CALL, result("rainy"), ASKED]
+    text = tokenizer.decode(encode_prompt(chat, tokenizer, len(tokenizer)))
+    assert "no cucumber" not in text and "Lisbon" in text

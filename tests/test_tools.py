@@ -50,11 +50,11 @@ def read_parts(form: str, *parts: str, **more: Any) -> list[Any]:
     """Texts and calls of an answer that comes in parts, in order; no text follows another."""
     both = frozenset({"weather", "time"})
     reader = CallReader(caller(form, **more)._replace(names=both))
-    shown = [one for part in parts for one in reader.push(part, is_last=False)]
+    shown: list[Any] = [one for part in parts for one in reader.push(part, is_last=False)]
     shown += reader.push("", is_last=True)
     assert "".join(one for one in shown if isinstance(one, str)) == reader.text
     assert [one for one in shown if isinstance(one, dict)] == reader.calls
-    whole = []
+    whole: list[Any] = []
     for kind, group in groupby(shown, type):
         if kind is str:
             whole.append("".join(group))
@@ -100,7 +100,7 @@ def test_calls_are_found_in_any_parts(form: str, answer: str, text: str, calls: 
     assert read(form, answer) == read(form, *answer) == (text, calls)
     rng = np.random.default_rng(0)
     for _ in range(20):
-        assert read(form, *cut_at(answer, rng.integers(0, 1000, 3))) == (text, calls)
+        assert read(form, *cut_at(answer, rng.integers(0, 1000, 3).tolist())) == (text, calls)
 
 
 DRAWN = settings(deadline=None, derandomize=True)
@@ -316,6 +316,14 @@ def test_what_tools_are_refused(name: str, param: str, fields: Any) -> None:
     with pytest.raises(ApiError) as caught:
         ask(name, **fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("role", ["developer", "function"])
+def test_messages_that_the_template_leaves_out(role: str) -> None:
+    """As by Mistral's, and Qwen's, which know no such roles."""
+    with pytest.raises(ApiError, match=rf"message 1 \(role '{role}'\)") as caught:
+        ask(CALLING["mistral"], [{"role": role, "content": "be brief"}, user("hi")])
+    assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 def test_tools_count_as_text() -> None:

@@ -6,13 +6,15 @@ Then a copy of the tokenizer, whose special tokens have unguessable names, encod
     message     Hi</s>
     rendered    <s>### user\nHi90210000001\n
     encoded     (special: bos) ### user\nHi</s>\n        here </s> is four letters
+
+Other numbers behind the messages' texts show which of them a template writes.
 """
 
 import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from poss_jax.data.tokenizer import call_tokenizer, special_pattern
 
 _NUMBER = str(secrets.randbits(128))  # digits: no template filter changes them
 _STAND_IN = re.compile(_NUMBER + "([0-9]{6})")
+_LABEL = str(secrets.randbits(128))
 _NAME = f"\U000f0000{secrets.token_hex(16)}-{{}}\U000f0001"  # clients must not guess it
 
 
@@ -51,6 +54,42 @@ def hide_marks(tokenizer: Any, value: Any) -> Any:
         return list(map(hide, value)) if isinstance(value, list | tuple) else value
 
     return hide(value)
+
+
+def find_left_out(
+    messages: Sequence[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]
+) -> int | None:
+    """Finds a message with a text of which a template writes nothing; returns its index.
+
+    The template writes the messages once more, with a number behind every text. (A text may be
+    shortened or escaped.) A message's calls may stand for the text beside them.
+
+    Args:
+      render: writes messages.
+    """
+    held = [index for index, one in enumerate(messages) if (one.get("content") or "").strip()]
+    labels = {index: f"{_LABEL}{index:06}" for index in held}
+    text = render([_label(one, labels.get(index, "")) for index, one in enumerate(messages)])
+    return next((index for index, label in labels.items() if label not in text), None)
+
+
+def _label(message: dict[str, Any], label: str) -> dict[str, Any]:
+    """Puts a label behind a message's text, and behind the names of the functions it calls."""
+    if not label:
+        return message
+    calls = message.get("tool_calls")
+    labelled = message | {"content": message["content"] + label}
+    return labelled | ({"tool_calls": _label_names(calls, label)} if calls else {})
+
+
+def _label_names(value: Any, label: str) -> Any:
+    if isinstance(value, list):
+        return [_label_names(item, label) for item in value]
+    if isinstance(value, dict):
+        is_name = isinstance(value.get("name"), str)
+        named = {"name": value["name"] + label} if is_name else {}
+        return {key: _label_names(item, label) for key, item in value.items()} | named
+    return value
 
 
 def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError, lone_surrogates, shorten
-from poss_jax.data.marks import encode_rendered, hide_marks
+from poss_jax.data.marks import encode_rendered, find_left_out, hide_marks
 from poss_jax.data.rendering import RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer
 from poss_jax.decode.sampling import OF_OUTPUT, SETTINGS, Sampling
@@ -355,15 +355,23 @@ def _encode_chat(messages: Any, tokenizer: Any, rendering: Rendering) -> list[in
             "messages: want a tokenizer with a chat template, this target's has none; "
             "give `prompt` (text) instead"
         )
-    messages, tools = (hide_marks(tokenizer, part) for part in (messages, rendering.tools))
+    hidden, tools = (hide_marks(tokenizer, part) for part in (messages, rendering.tools))
     variables = hide_marks(tokenizer, dict(rendering.variables))
     given: Any = {"tools": tools, "variables": variables, "is_asking": rendering.is_asking}
+    render = partial(render_chat, tokenizer, **given)
     try:
-        text = render_chat(tokenizer, messages, **given)
+        text = render(hidden)
+        left_out = find_left_out(hidden, render)
     except RenderError as error:
         raise UserError(
             f"messages: the target's chat template refuses them: {error}; change their roles"
         ) from error
+    if left_out is not None:
+        role = shorten(messages[left_out]["role"])
+        raise UserError(
+            f"messages: the target's chat template leaves out the text of message {left_out + 1} "
+            f"(role {role}); put it into another message or role"
+        )
     return _check_some(encode_rendered(tokenizer, [text])[0], text, tokenizer)
 
 
