@@ -155,3 +155,22 @@ def test_tokens_of_one_text() -> None:
     shown = show(tokenizer, [letter], [byte, letter], is_chat=False)
     assert shown["top_logprobs"] == [{"b": 0.0, f"token_id:{letter}": -1.0}]
     assert shown["tokens"] == [f"token_id:{letter}"]
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("is_text", [True, False])
+def test_offsets_of_an_echo_are_places_in_its_text(make: Any, is_text: bool) -> None:
+    """A prompt that is sent as text may spell out special tokens; of ids they are no text."""
+    tokenizer: Any = make()
+    names = ["<s>", "b", "</s>", "b", "<s>", "</s>", "b"]  # the tokenizer added the first
+    ids = tokenizer.convert_tokens_to_ids(names)
+    text = "".join(names[1:]) if is_text else tokenizer.decode(ids, skip_special_tokens=True)
+    assert is_text or text == "bbb"
+    job = Job([PreparedPrompt(ids, 1)], [], 0, 1, [text])
+    reply = Reply(Tokenising(tokenizer), job, model="tiny")
+    reply.take_scores(0, [TokenLogprobs(-1.0, [], [])] * (len(ids) - 1))
+    shown = reply.first_events()[0]["choices"][0]["logprobs"]
+    assert shown["tokens"] == names
+    ends = [*shown["text_offset"][1:], len(text)]
+    parts = [text[i:j] for i, j in zip(shown["text_offset"], ends, strict=True)]
+    assert parts == (["", *names[1:]] if is_text else ["", "b", "", "b", "", "", "b"])

@@ -13,7 +13,6 @@ from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.text import (
     Piece,
     TextStream,
-    _warn_of_special,
     check_stop,
     decode_behind,
     find_anchor,
@@ -303,6 +302,58 @@ def test_a_stop_string_that_an_unfinished_character_completes() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# Stop strings that name special tokens
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["level", "fallback"])
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("</s>", "a\nb"),
+        ("b</s>", "a\n"),
+        ("\nb</s>c", "a"),
+        ("</s>c</s>", "a\nb"),
+        ("c</s>\n", "a\nb"),
+        ("bc", "a\n"),  # names none
+        ("<s>", "a\nbc\n"),
+        ("b</s>\n", "a\nbc\n"),
+    ],
+)
+def test_stop_strings_meet_the_special_tokens_they_name(tokenizer, stop: str, text: str):
+    """The text has none, up to the stop string and without one."""
+    end = tokenizer.convert_tokens_to_ids("</s>")
+    tokens = [*spell(tokenizer, "a\nb"), end, *spell(tokenizer, "c"), end, *spell(tokenizer, "\n")]
+    parts, stream = shown(tokenizer, tokens, (stop,))
+    assert "".join(parts) == text and stream.is_stopped == (text != "a\nbc\n")
+
+
+def test_stop_strings_that_do_not_occur_change_no_text():
+    rng, num_stopped = random.Random(2), 0
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        specials = tokenizer.convert_tokens_to_ids(SPECIAL)
+        others = sorted(set(range(len(tokenizer))) - set(BYTES[id(tokenizer)]) - set(specials))
+        for _ in range(300):
+            tokens = [rng.choice(rng.choice((others, specials))) for _ in range(8)]
+            stop = "".join(rng.choices([*SPECIAL, "a", "b", " "], k=rng.randrange(1, 4)))
+            anchor = rng.choice([None, others[-1]])
+            parts, stream = shown(tokenizer, tokens, (stop,), anchor)
+            whole = "".join(shown(tokenizer, tokens, (), anchor)[0])
+            num_stopped += stream.is_stopped
+            assert (
+                whole.startswith("".join(parts)) if stream.is_stopped else "".join(parts) == whole
+            )
+    assert 100 < num_stopped < 500
+
+
+def test_names_are_no_text_before_a_stop_string_may_match():
+    stream = TextStream(BYTE_LEVEL, ("</s>",))
+    end, letter = BYTE_LEVEL.convert_tokens_to_ids("</s>"), spell(BYTE_LEVEL, "a")[0]
+    assert stream.push(end, depth=0, may_stop=False) == []
+    assert stream.push(letter, depth=0, may_stop=False) == [Piece("a", 0)]
+    assert stream.push(end, depth=0) == [] and stream.is_stopped
+
+
+# --------------------------------------------------------------------------------------------------
 # Stop strings that cannot be
 
 
@@ -316,22 +367,9 @@ def test_a_stop_string_that_an_unfinished_character_completes() -> None:
 )
 def test_stop_strings_that_no_answer_can_hold(tokenizer, string, error):
     with pytest.raises(UserError, match=error):
-        check_stop(["a", string] if tokenizer is BYTE_LEVEL else [string], tokenizer, [], 20)
+        check_stop(["a", string] if tokenizer is BYTE_LEVEL else [string], tokenizer, 20)
 
 
 def test_one_string_is_no_list_of_stop_strings():
     with pytest.raises(UserError, match="stop: want a list of strings, got one string"):
-        check_stop("ab", BYTE_LEVEL, [], 20)
-
-
-def test_stop_strings_that_name_a_special_token_are_warned_of_once(caplog):
-    _warn_of_special.cache_clear()
-    check_stop(["</s>"], BYTE_LEVEL, [1], 20)  # it ends the text anyway
-    assert caplog.records == []
-    for _ in range(2):
-        check_stop(["</s>"], BYTE_LEVEL, [], 20)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "stop: no answer ends at the special token </s> by its name, which does not belong to its "
-        "text"
-    )
+        check_stop("ab", BYTE_LEVEL, 20)

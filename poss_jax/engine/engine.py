@@ -363,7 +363,7 @@ class Engine:
 
     def check_stop(self, stop: Sequence[str], max_new_tokens: int) -> None:
         """Refuses stop strings that no answer can hold (see `text.check_stop`)."""
-        check_stop(stop, self.tokenizer, self.stop_ids, max_new_tokens)
+        check_stop(stop, self.tokenizer, max_new_tokens)
 
     # ----------------------------------------------------------------------------------------------
     # Decoding prepared prompts

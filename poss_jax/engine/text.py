@@ -1,8 +1,14 @@
-"""Text that grows token by token: whole characters only, cut where a stop string begins."""
+"""Text that grows token by token: whole characters only, cut where a stop string begins.
 
-import logging
+Special tokens are no part of it, but stop strings may name them:
+
+    tokens                       Yes . <|im_end|>
+    text                         Yes.
+    where stop strings are       Yes.<|im_end|>      if one of them holds <|im_end|>
+"""
+
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,7 +17,6 @@ from poss_jax.config.reading import UserError, shorten
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MOST_UNDECIDED = 16  # most tokens decoded together while no character is complete
-_LOG = logging.getLogger(__package__)
 
 
 class Piece(NamedTuple):
@@ -20,10 +25,12 @@ class Piece(NamedTuple):
     Attributes:
       text: the text.
       depth: position that the token was drafted at, from 1; 0 for the target's own.
+      is_hidden: it is the name of a special token, which only stop strings meet.
     """
 
     text: str
     depth: int
+    is_hidden: bool = False
 
     @property
     def is_drafted(self) -> bool:
@@ -36,7 +43,8 @@ class TextStream:
 
     A token that ends within a character adds nothing; the token that completes the character adds
     it. Text that may begin a stop string is held back until that is decided. Of several stop
-    strings the first complete one counts; among these, the one that began first.
+    strings the first complete one counts; among these, the one that began first. A special token
+    that one of them names stands between the texts around it, for all of them.
 
     Attributes:
       is_stopped: a stop string was found; the text ends before it.
@@ -58,7 +66,9 @@ class TextStream:
           anchor: token that the text is decoded after (see `find_anchor`); None decodes it alone.
           shown: special tokens whose names belong to the text.
         """
-        self._decoder = _Decoder(tokenizer, anchor, shown)
+        names = special_names(tokenizer).items() if stop else ()
+        named = {token: name for token, name in names if any(name in string for string in stop)}
+        self._decoder = _Decoder(tokenizer, anchor, shown, named)
         self._stop = tuple(stop)
         self._held: list[Piece] = []
         self.is_stopped = False
@@ -72,13 +82,13 @@ class TextStream:
           may_stop: False: look for no stop string, as before `min_tokens`; only for first tokens.
         """
         pieces = self._decoder.push(token, depth=depth)
-        return self._add(pieces) if may_stop else pieces
+        return _visible(self._add(pieces) if may_stop else pieces)
 
     def finish(self) -> list[Piece]:
         """Ends the text; returns what was held back."""
         pieces = self._add(self._decoder.flush()) + self._held
         self._held = []
-        return pieces
+        return _visible(pieces)
 
     def _add(self, pieces: list[Piece]) -> list[Piece]:
         if self.is_stopped:
@@ -109,8 +119,8 @@ class TextStream:
         after: list[Piece] = []
         for piece in self._held:
             length = max(0, min(end, len(piece.text)))
-            before.append(Piece(piece.text[:length], piece.depth))
-            after.append(Piece(piece.text[length:], piece.depth))
+            before.append(piece._replace(text=piece.text[:length]))
+            after.append(piece._replace(text=piece.text[length:]))
             end -= len(piece.text)
         return [piece for piece in before if piece.text], [piece for piece in after if piece.text]
 
@@ -123,8 +133,10 @@ class _Decoder:
     kind, since one invalid byte spoils the whole run.
     """
 
-    def __init__(self, tokenizer: Any, anchor: int | None, shown: Sequence[int]) -> None:
-        self._tokenizer, self._shown = tokenizer, shown
+    def __init__(
+        self, tokenizer: Any, anchor: int | None, shown: Sequence[int], named: Mapping[int, str]
+    ) -> None:
+        self._tokenizer, self._shown, self._named = tokenizer, shown, named
         self._ids: list[int] = []  # the last tokens, starting between characters
         self._num_shown = 0  # characters of their text already returned
         self._depth = 0  # of the last token
@@ -136,6 +148,8 @@ class _Decoder:
         if token in self._shown:
             pieces, self._ids, self._num_shown = self.flush(), [], 0
             return [*pieces, Piece(self._tokenizer.convert_ids_to_tokens(token), depth)]
+        if token in self._named:  # the text goes on behind it as if it were not there
+            return [*self.flush(), Piece(self._named[token], depth, is_hidden=True)]
         alone = _read_alone(self._tokenizer, token)
         if alone is None:
             return []
@@ -235,27 +249,29 @@ class _Alone(NamedTuple):
 def _read_alone(tokenizer: Any, token: int) -> _Alone | None:
     """Reads a token by itself; None if it has no text."""
     name = tokenizer.convert_ids_to_tokens(token)
-    if name is None or token in _special_ids(tokenizer):  # or an id beyond the tokenizer's
+    if name is None or token in special_names(tokenizer):  # or an id beyond the tokenizer's
         return None
     text = tokenizer.decode([token], skip_special_tokens=True)
     return _Alone(_BYTE.fullmatch(name) is not None, text)
 
 
 @lru_cache(maxsize=8)
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    added = tokenizer.added_tokens_decoder
-    return frozenset(token for token, content in added.items() if content.special)
+def special_names(tokenizer: Any) -> dict[int, str]:
+    """Names of special tokens, which are no text."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {token: content.content for token, content in added if content.special}
 
 
-def check_stop(
-    stop: Sequence[str], tokenizer: Any, stop_ids: Sequence[int], max_new_tokens: int
-) -> None:
-    """Refuses stop strings that no answer can hold; warns if one names a special token.
+def _visible(pieces: list[Piece]) -> list[Piece]:
+    return [piece for piece in pieces if not piece.is_hidden]
+
+
+def check_stop(stop: Sequence[str], tokenizer: Any, max_new_tokens: int) -> None:
+    """Refuses stop strings that no answer can hold.
 
     Args:
       stop: the strings.
       tokenizer: tokenizer of the target; None if it has none.
-      stop_ids: tokens that end a text by themselves.
       max_new_tokens: most tokens of an answer.
 
     Raises:
@@ -273,18 +289,6 @@ def check_stop(
                 f"stop {shorten(string)}: its {len(string)} characters are more than "
                 f"{max_new_tokens} new tokens can write; leave it out, or raise max_new_tokens"
             )
-        for token, added in tokenizer.added_tokens_decoder.items():
-            if added.special and added.content in string and token not in stop_ids:
-                _warn_of_special(added.content)
-
-
-@lru_cache(maxsize=64)  # once per string
-def _warn_of_special(token: str) -> None:
-    _LOG.warning(
-        "stop: no answer ends at the special token %s by its name, which does not belong to its "
-        "text",
-        token,
-    )
 
 
 @lru_cache(maxsize=8)

@@ -5,15 +5,22 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs, answer_anchor
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.streams import Chunks
-from poss_jax.engine.text import TextStream, decode_behind, find_anchor, token_bytes
+from poss_jax.engine.text import (
+    TextStream,
+    decode_behind,
+    find_anchor,
+    special_names,
+    token_bytes,
+)
 from poss_jax.serving.bodies import ApiError
 from poss_jax.serving.requests import Job
 from poss_jax.serving.tools import Call, CallReader
@@ -58,7 +65,7 @@ class Reply:
         job, tokenizer = self._job, self._engine.tokenizer
         tokens = job.prompts[index * job.num_choices].ids
         if job.num_logprobs is not None and not job.is_chat:
-            places = _Places(tokenizer and TextStream(tokenizer), 0)
+            places = _begin_echo(tokenizer, tokens, job.echo[index * job.num_choices])
             self._echoed[index] = self._of_completion(tokens, [None, *scores], places)
         if job.num_prompt_logprobs is not None:
             listed = map(self._of_position, tokens[1:], scores)
@@ -323,14 +330,33 @@ def _begin_text(engine: Engine, prompt: PreparedPrompt) -> TextStream | None:
     return tokenizer and TextStream(tokenizer, anchor=answer_anchor(prompt, tokenizer))
 
 
+def _begin_echo(tokenizer: Any, tokens: Sequence[int], echo: str) -> "_Places":
+    """Begins the text of a prompt, which may spell out special tokens if it was sent as text."""
+    if tokenizer is None:
+        return _Places(None, 0)
+    is_bare = tokenizer.decode(tokens, skip_special_tokens=True) == echo
+    names = {} if is_bare else special_names(tokenizer)
+    return _Places(TextStream(tokenizer), 0, names, echo)
+
+
 class _Places:
     """Offsets of tokens in a text; parts of a character get the character's."""
 
-    def __init__(self, text: TextStream | None, begin: int) -> None:
+    def __init__(
+        self,
+        text: TextStream | None,
+        begin: int,
+        names: Mapping[int, str] = MappingProxyType({}),
+        spelled: str = "",
+    ) -> None:
+        """Begins at an offset; tokens with `names` are text where they are `spelled` out."""
         self._text, self._end = text, begin
+        self._names, self._spelled = names, spelled
 
     def take(self, token: int) -> int:
         """Adds the next token; returns the offset where its text begins."""
         begin, pieces = self._end, self._text.push(token, depth=0) if self._text else []
         self._end += sum(len(piece.text) for piece in pieces)
+        name = self._names.get(token, "")
+        self._end += len(name) if self._spelled.startswith(name, begin) else 0
         return begin
