@@ -1,15 +1,18 @@
 """Fields of requests as the server reads them: without weights."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from test_asking import CHATML, assistant, make_tokenizer, user
 from test_messages import Tokenising
 from test_text import byte_level
 
 from poss_jax.config.decoding import ServeConfig
+from poss_jax.engine.prompts import fold_seed
 from poss_jax.serving.app import add_api, guarded
 from poss_jax.serving.bodies import (
     FOREIGN,
@@ -18,6 +21,7 @@ from poss_jax.serving.bodies import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    parse_body,
 )
 from poss_jax.serving.requests import (
     Job,
@@ -180,6 +184,30 @@ def test_pages_of_other_sites(allowed: tuple[str, ...], is_allowed: bool) -> Non
     wanted |= {"access-control-request-headers": "authorization, content-type"}
     asked = call(config, "OPTIONS", "/v1/completions", key="secret", **origin, **wanted)
     assert (asked.status_code == 200) == is_allowed
+
+
+@pytest.mark.parametrize("origin", ["", "x", "chat.example", "https://", "https://A", "https://a/"])
+def test_origins_that_no_browser_sends(origin: str) -> None:
+    with pytest.raises(ValidationError, match="allowed_origins: want"):
+        ServeConfig(target="none", allowed_origins=("http://a:80", "http://[::1]", origin))
+
+
+@pytest.mark.parametrize("name", ["", " ", "https://a", "a:80", "a/b", "ä"])
+def test_hosts_that_no_header_names(name: str) -> None:
+    with pytest.raises(ValidationError, match="allowed_hosts: want"):
+        ServeConfig(target="none", allowed_hosts=("*", "chat.example", name))
+
+
+def test_all_bits_of_a_seed_count() -> None:
+    """Small ones are the device's own, so that their texts stay."""
+    small, shifts = [0, 1, 7, 2**32 - 1], [0, 2**32, 2**33, 2**63, -(2**32)]
+    assert list(map(fold_seed, small)) == small
+    seeds = [fold_seed(seed + shift) for seed in small for shift in shifts]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**32 for seed in seeds)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ApiError) as caught:
+            parse_body(CompletionRequest, json.dumps({"prompt": "a", "seed": seed}).encode())
+        assert caught.value.param == "seed"
 
 
 def test_the_list_of_endpoints_needs_no_network() -> None:

@@ -23,7 +23,7 @@ from test_text import byte_characters, byte_fallback
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.decoding import ServedSampling
-from poss_jax.engine.prompts import prompt_seed
+from poss_jax.engine.prompts import fold_seed, prompt_seed
 from poss_jax.model.documents import encode
 from poss_jax.model.target import stack_layers
 from poss_jax.serving.service import Service
@@ -99,7 +99,7 @@ def texts(reply: Any) -> list[str]:
 def offline(engine: Engine, prompts: list[Any], options: Any = (), **more: Any) -> list[Generation]:
     """`generate`'s answers, choice by choice."""
     given = dict(options)
-    settings = SamplingConfig(**given | {"seed": given.get("seed", 0) % 2**32})
+    settings = SamplingConfig(**given | {"seed": fold_seed(given.get("seed", 0))})
     seeds = [prompt_seed(settings.seed, index) for index in range(len(prompts))]
     sampling = [replace(settings, seed=seed) for seed in seeds]
     return engine.generate(prompts, **({"max_new_tokens": N, "sampling": sampling} | more))

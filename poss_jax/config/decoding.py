@@ -1,5 +1,7 @@
 """Settings of the programs that decode."""
 
+import re
+
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -26,6 +28,9 @@ from poss_jax.config.numbers import (
     TokenId,
     TopP,
 )
+
+_HOST = re.compile(r"\*|[A-Za-z0-9_.-]+")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9_.\[\]:-]+")  # as browsers send it
 
 SMOLLM2 = "smollm2"
 """The target if none is given: SmolLM2-135M-Instruct, see `poss_jax/bundled/default.py`."""
@@ -267,6 +272,15 @@ class ServeConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in self.allowed_hosts:
+            if not _HOST.fullmatch(name):
+                raise ValueError(
+                    f"allowed_hosts: want a name without scheme and port, got {name!r}"
+                )
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                message = "allowed_origins: want * or such as https://chat.example, without a path"
+                raise ValueError(f"{message}, got {origin!r}")
         if self.slots is not None and max(self.slots, default=0) != self.batch_size:
             raise ValueError(f"slots: want the largest to be batch_size, {self.batch_size}")
 

@@ -247,6 +247,13 @@ def prompt_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
+def fold_seed(seed: int) -> int:
+    """Turns a seed of 64 bits into one of the device's 32: small ones stay, others are hashed."""
+    if 0 <= seed < 2**32:
+        return seed
+    return int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])
+
+
 def lay_out(
     prompts: Sequence[PreparedPrompt],
     stop_ids: Sequence[Sequence[int]],

@@ -158,7 +158,7 @@ class CommonRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | Texts | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[Temperature, Field(le=2)] | None = None
     top_p: TopP | None = None
     frequency_penalty: OutputPenalty | None = None

@@ -14,7 +14,13 @@ from pydantic import ValidationError
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.reading import UserError, cut
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt, Prompt, PromptTooLong, Rendering
+from poss_jax.engine.prompts import (
+    PreparedPrompt,
+    Prompt,
+    PromptTooLong,
+    Rendering,
+    fold_seed,
+)
 from poss_jax.engine.slots import MOST_STOP_IDS
 from poss_jax.engine.text import longest_token
 from poss_jax.serving.bodies import (
@@ -362,7 +368,7 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
     given = {name: value for name in names if (value := getattr(body, name)) not in (None, {})}
     if body.top_k is not None:
         given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's value for all
-    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+    seed = secrets.randbits(32) if body.seed is None else fold_seed(body.seed)
     try:
         values: dict[str, Any] = asdict(defaults) | given | {"seed": seed}
         return SamplingConfig(**values)
