@@ -29,6 +29,11 @@ interpreted = partial(by_kernels, interpret=True)
 
 
 @pytest.fixture
+def switched_on(monkeypatch, fresh_programs):
+    monkeypatch.setenv(used_rows.SWITCH, "1")
+
+
+@pytest.fixture
 def by_kernel(monkeypatch, fresh_programs):
     """Puts the kernels in the place of every attention over a cache."""
     for module in (target, drafting):
@@ -99,13 +104,20 @@ def test_rounds_equal_recorded_ones(by_kernel, method, tmp_path):
         ("tpu", jnp.bfloat16, 128, False),
     ],
 )
-def test_cuda_uses_the_kernel_where_it_fits(platform, dtype, width, is_used):
+def test_cuda_uses_the_kernel_where_it_fits(switched_on, platform, dtype, width, is_used):
     args = arrays((8, 2), 576, 60, 60, [300], width=width, dtype=dtype)
     program = jax.jit(attend_cached).trace(*args).lower(lowering_platforms=(platform,)).as_text()
     assert ("triton" in program) == is_used
 
 
-def test_devices_that_share_a_cache_use_no_kernel():
+def test_the_kernel_is_off_by_default(monkeypatch, fresh_programs):
+    monkeypatch.delenv(used_rows.SWITCH, raising=False)
+    args = arrays((8, 2), 576, 60, 60, [300], width=128, dtype=jnp.bfloat16)
+    program = jax.jit(attend_cached).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" not in program
+
+
+def test_devices_that_share_a_cache_use_no_kernel(switched_on):
     args = arrays((8, 2), 576, 60, 60, [300], width=128, dtype=jnp.bfloat16)
     with jax.set_mesh(make_mesh(MeshConfig(data=1, tensor=2), jax.devices()[:2])):
         program = jax.jit(attend_cached).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
@@ -121,8 +133,10 @@ def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch, caplog):
 
 
 @pytest.mark.device
+@pytest.mark.parametrize("is_on", ["0", "1"])
 @pytest.mark.parametrize("queries", [1, 10, 60])
-def test_a_gpu_computes_what_a_cpu_does(queries):
+def test_a_gpu_computes_what_a_cpu_does(monkeypatch, fresh_programs, queries, is_on):
+    monkeypatch.setenv(used_rows.SWITCH, is_on)
     args = arrays((32, 8), 8320, queries, queries, [512], width=128, dtype=jnp.bfloat16)
     got = jax.jit(attend_cached)(*args)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

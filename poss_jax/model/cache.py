@@ -193,8 +193,9 @@ def attend_cached(
 
     A running softmax goes over blocks of the cache up to the longest sequence, so time follows the
     rows in use, not the allocated ones. A small cache is one block. On a GPU, where a loop of
-    unknown length asks the host, kernels take its place (`used_rows`); where there are none, any
-    cache is one block, unless many queries attend a long one, whose scores would take gigabytes.
+    unknown length asks the host, any cache is one block, unless many queries attend a long one,
+    whose scores would take gigabytes; kernels that stop at the used rows can take its place
+    (`used_rows`).
 
     Args:
       q: rotated queries.

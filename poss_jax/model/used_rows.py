@@ -8,10 +8,14 @@ cache to its end. A kernel knows itself where to stop. Several programs share a 
 
 Each keeps a running softmax over its split, for a block of queries; without rows it returns at
 once. A second kernel attends a prompt's chunk to itself, without its scores in memory.
+
+No GPU has timed them yet, so they are off unless the environment says POSS_JAX_USED_ROWS=1 when
+programs are traced. docs/bench.md says when they become the default, and when they leave.
 """
 
 import logging
 import math
+import os
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +31,8 @@ from poss_jax.shapes import Array, Float, Int
 _BLOCK = 64  # queries of a program at most, and cache rows per turn of its loop
 _PROGRAMS = 128  # about the processors of a large GPU
 _MOST_SPLITS = 16
+SWITCH = "POSS_JAX_USED_ROWS"
+"""Environment variable that turns the kernels on."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -45,7 +51,9 @@ class Softmax(NamedTuple):
 
 
 def has_kernel(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> bool:
-    """Tells whether the kernels serve these arrays: two bytes wide, on one device."""
+    """Tells whether the kernels are on and serve these arrays: two bytes wide, on one device."""
+    if os.environ.get(SWITCH) != "1":
+        return False
     fits = q.dtype.itemsize == k.dtype.itemsize == 2 and q.shape[-1] in (64, 128)
     is_alone = jax.sharding.get_abstract_mesh().empty
     return fits and k.shape[2] % _BLOCK == 0 and is_alone and _runs() and kernels() is not None
