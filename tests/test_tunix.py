@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from models import make_engine, random_draft, random_target, stacked, tiny_llama
 
 from poss_jax import Engine, TreeConfig, UserError
@@ -21,6 +20,7 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setattr("warnings.showwarning", lambda *args, **kwargs: None)
     pytest.importorskip("tunix.rl.rl_cluster", reason="needs tunix: see examples/tunix/README.md")
 
+from flax import nnx
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.llama3 import model as llama3
 from tunix.rl import common, rl_cluster
