@@ -1,32 +1,31 @@
-"""All that an 8B pair does on this device, against floors and against the committed report.
+"""All that an 8B pair does on this device, against floors.
 
 Random bfloat16 weights in the shape of Llama-3.1-8B are made on the device, with PosS-3 on EAGLE-2
 and on EAGLE-3; nothing is read. Rounds accept the numbers of tokens recorded with a trained draft.
 
-    methods   rounds of every draft and tree; at growing contexts in a cache of large capacity; in a
-              batch; with quantised targets
-    prefill   prompts
-    server    clients that ask again and again, without a draft and with trees by load
+    methods   rounds of every draft and tree at some lengths; 512/8192: 512 tokens in a cache for
+              8,192
+    prefill   prompts of these lengths
+    server    clients that ask again and again, without a draft and with trees by load, or with
+              --fixed-tree the first tree alone
     training  a step of each draft
 
-Every row is printed and written as soon as it is measured, with its ratio to the row of the same
-name in --baseline. What fails is named at the end, and the rest is measured; after --minutes
-nothing more is begun. The last line is one JSON object. All sizes are options, and --tiny runs
-everything on a CPU.
+Every row is printed and written as soon as it is measured; rows that the report in --output holds
+already, of the same options and device, are not measured again. The last line is one JSON object.
+All sizes are options, and --tiny runs everything on a CPU. `benchmarks.device` measures all.
 
     python -m benchmarks.accelerator --output runs/accelerator
-    python -m benchmarks.accelerator --only server --clients 1 4 16 64 --minutes 20
-    python -m benchmarks.accelerator --only methods --methods poss3 --phases
+    python -m benchmarks.accelerator --only methods --contexts 512/8192 --trees 6/10/60 5/1/6
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +45,12 @@ from benchmarks.random_pair import (
 )
 from benchmarks.random_server import measure_load, serving
 from infer.bench.costs import Device, cost_card, describe_workload, floors
-from infer.bench.phases import measure_card, start
-from infer.bench.rates import measure_roofline
-from infer.bench.report import format_card, show_report, write_report
+from infer.bench.phases import start
+from infer.bench.rates import find_roofline
+from infer.bench.report import show_report, write_report
 from poss_jax.checkpoint.record import provenance
-from poss_jax.config.models import LlamaConfig, Quantisation, RopeConfig, TreeConfig
-from poss_jax.config.reading import one_line
+from poss_jax.config.models import LlamaConfig, RopeConfig, TreeConfig
+from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
 from poss_jax.engine.device import default_dtype
 from poss_jax.engine.engine import Engine
@@ -68,35 +67,46 @@ from poss_jax.program.arguments import at_least
 from poss_jax.program.running import run_program
 from poss_jax.shapes import Params
 
-COMMITTED = Path(__file__).parent.parent / "docs" / "results"
 PARTS = {
-    "methods": (
-        "round_milliseconds",
-        "{round_milliseconds:.3f} ms per round (floor {round_floor_milliseconds:.3f}, "
-        "{floor_to_round:.0%}), {token_milliseconds:.3f} ms per token, {tokens_per_second:.0f} "
-        "tokens/s",
-    ),
-    "prefill": (
-        "milliseconds",
-        "prefill {milliseconds:.2f} ms (floor {floor_milliseconds:.2f}, {floor_to_prefill:.0%})",
-    ),
-    "server": (
-        "token_milliseconds",
-        "server {tokens_per_second:.0f} tokens/s; p50, p99 of the first token "
-        "{first_token_milliseconds[p50]:.1f}, {first_token_milliseconds[p99]:.1f} ms, of each "
-        "further one {per_token_milliseconds[p50]:.1f}, {per_token_milliseconds[p99]:.1f} ms",
-    ),
-    "training": ("step_seconds", "training {step_seconds:.3f} s per step"),
+    "methods": "{round_milliseconds:.3f} ms per round (floor {round_floor_milliseconds:.3f}, "
+    "{floor_to_round:.0%}), {token_milliseconds:.3f} ms per token, {tokens_per_second:.0f} "
+    "tokens/s, compiled in {compile_seconds:.0f} s",
+    "prefill": "prefill {milliseconds:.2f} ms (floor {floor_milliseconds:.2f}, "
+    "{floor_to_prefill:.0%}), compiled in {compile_seconds:.0f} s",
+    "server": "server {tokens_per_second:.0f} tokens/s; p50, p99 of the first token "
+    "{first_token_milliseconds[p50]:.1f}, {first_token_milliseconds[p99]:.1f} ms, of each "
+    "further one {per_token_milliseconds[p50]:.1f}, {per_token_milliseconds[p99]:.1f} ms",
+    "training": "training {step_seconds:.3f} s per step, compiled in {compile_seconds:.0f} s",
 }
-"""Parts of the report: what their rows are compared by, and a row as a line."""
+"""Parts of the report, and a row of each as a line."""
 TINY: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 300},
     **{"layers": 4, "heads": 2, "kv_heads": 1, "draft_vocabulary": 100, "train_tokens": 32},
-    **{"contexts": [8, 16], "batch_sizes": [2], "clients": [1, 2], "rounds": 4, "repeats": 1},
-    **{"seconds": 1, "new_tokens": 8, "trees": [read_tree("2/2/5"), read_tree("2/1/3")]},
+    **{"clients": [1, 2], "rounds": 4, "repeats": 1, "seconds": 1, "new_tokens": 8},
+    **{"trees": [read_tree("2/2/5"), read_tree("2/1/3")]},
 }
 Rows = Iterator[tuple[str, dict[str, Any]]]
 """Names of rows, and what was measured."""
+Jobs = Iterator[tuple[str, Sequence[str], Rows]]
+"""Section, names of rows, and the rows, measured when asked for."""
+
+
+class Context(NamedTuple):
+    """Committed tokens, and how many the cache is made for; None: the rounds that are timed."""
+
+    length: int
+    room: int | None
+
+    def __str__(self) -> str:
+        return f"{self.length} of {self.room}" if self.room else str(self.length)
+
+
+def read_context(text: str) -> Context:
+    """Reads LENGTH or LENGTH/ROOM."""
+    length, *room = map(at_least(1), text.split("/"))
+    if len(room) > 1 or (room and room[0] <= length):
+        raise UserError(f"context {text!r}: want LENGTH or LENGTH/ROOM, such as 512/8192")
+    return Context(length, *(room or [None]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -104,47 +114,32 @@ Rows = Iterator[tuple[str, dict[str, Any]]]
 
 
 def time_rounds(
-    engine: Engine,
-    device: Device,
-    contexts: Mapping[str, int],
-    args: argparse.Namespace,
-    *,
-    batch_size: int = 1,
+    name: str, engine: Engine, device: Device, context: Context, args: argparse.Namespace
 ) -> Rows:
-    """Times many rounds in one program, in a cache for the longest context.
-
-    Args:
-      engine: target, and perhaps a draft.
-      device: its rates.
-      contexts: committed tokens by the name of their row.
-      args: `rounds`, `repeats` and `phases`.
-      batch_size: texts decoded together.
-    """
-    prompt = PreparedPrompt([0] * max(contexts.values()), 8 * args.rounds)
-    config, request = engine.request([prompt] * batch_size, batch_size=batch_size)
+    """Times many rounds in one program."""
+    length, new_tokens = context.length, 8 * args.rounds
+    room = max(context.room or 0, length + new_tokens)
+    prompts = [PreparedPrompt([0] * (room - new_tokens), new_tokens)] * args.batch_size
+    config, request = engine.request(prompts, batch_size=args.batch_size)
     state = random_state(engine.weights, config, request)
+    seconds = []
+    for _ in range(args.repeats + 1):
+        state = jax.block_until_ready(at_length(state, length))
+        began = time.perf_counter()
+        state = forced_rounds(engine.weights, config, request, state, args.rounds)
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - began)
     accepted = np.resize(accepted_by(config), args.rounds)
-    for name, context in contexts.items():
-        seconds = []
-        for _ in range(args.repeats + 1):
-            state = jax.block_until_ready(at_length(state, context))
-            began = time.perf_counter()
-            state = forced_rounds(engine.weights, config, request, state, args.rounds)
-            jax.block_until_ready(state)
-            seconds.append(time.perf_counter() - began)
-        middle = context + round((args.rounds + accepted.sum()) / 2)
-        work = describe_workload(engine.weights, config, batch=batch_size, context=middle)
-        floor = floors(cost_card(work, prompt_tokens=context), device)["round"]
-        row = describe_rounds(seconds, accepted, floor, batch_size)
-        if args.phases:
-            row |= measure_card(engine, prompt, device, num_calls=args.repeats)
-        yield name, row
+    middle = length + round((args.rounds + accepted.sum()) / 2)
+    work = describe_workload(engine.weights, config, batch=args.batch_size, context=middle)
+    floor = floors(cost_card(work, prompt_tokens=length), device)["round"]
+    yield name, describe_rounds(seconds, accepted, floor, args.batch_size)
 
 
 def describe_rounds(
     seconds: Sequence[float], accepted: np.ndarray, floor: float, batch_size: int
 ) -> dict[str, Any]:
-    """Milliseconds per round and per token of a text; the first run compiled."""
+    """Milliseconds per round and per token of a sequence; the first run compiled."""
     per_round = 1000 * float(np.median(seconds[1:])) / len(accepted)
     num_new = 1 + float(accepted.mean())
     return {
@@ -159,51 +154,30 @@ def describe_rounds(
 
 
 def time_prefill(
-    name: str, engine: Engine, device: Device, context: int, args: argparse.Namespace
+    name: str, engine: Engine, device: Device, length: int, args: argparse.Namespace
 ) -> Rows:
     """Times reading one prompt."""
-    config, request = engine.request([PreparedPrompt([0] * context, 8)])
+    config, request = engine.request([PreparedPrompt([0] * length, 8)])
     seconds = []
     for _ in range(args.repeats + 1):
         began = time.perf_counter()
         jax.block_until_ready(start(engine.weights, config, request))
         seconds.append(time.perf_counter() - began)
-    work = describe_workload(engine.weights, config, batch=1, context=context)
-    floor = floors(cost_card(work, prompt_tokens=context), device)["prefill"]
+    work = describe_workload(engine.weights, config, batch=1, context=length)
+    floor = floors(cost_card(work, prompt_tokens=length), device)["prefill"]
     taken = 1000 * float(np.median(seconds[1:]))
     row = {"milliseconds": taken, "floor_milliseconds": floor, "floor_to_prefill": floor / taken}
     yield name, row | {"compile_seconds": seconds[0]}
 
 
-def time_quantised(
-    llama: LlamaConfig, kind: Quantisation, device: Device, args: argparse.Namespace
-) -> Rows:
-    """Times rounds of a quantised target, alone and with one draft."""
-    engines = make_engines(llama, args.methods[:2], args.draft_vocabulary, kind)
-    for name, engine in list_methods(engines, args.trees[:1]).items():
-        yield from time_rounds(engine, device, {f"{name}, {kind}": args.contexts[0]}, args)
-
-
-def list_methods(engines: Mapping[str, Engine], trees: Sequence[TreeConfig]) -> dict[str, Engine]:
-    """Decoding without a draft, and every draft with every tree."""
-    methods = {}
-    for method, engine in engines.items():
-        for tree in trees[:1] if method == PLAIN else trees:
-            methods[method if method == PLAIN else f"{method} {tree.name}"] = engine.with_tree(tree)
-    return methods
-
-
-def time_server(method: str, engine: Engine, args: argparse.Namespace) -> Rows:
-    """Serves to some numbers of clients; a draft's tree follows the number of texts."""
-    num_prompt, num_new = args.contexts[0], args.new_tokens
+def time_server(names: Sequence[str], engine: Engine, args: argparse.Namespace) -> Rows:
+    """Serves to each number of clients."""
+    num_prompt, num_new = args.contexts[0].length, args.new_tokens
     load = {"seconds": args.seconds, "num_prompt": num_prompt, "num_new": num_new}
     load["vocab_size"] = engine.target_config.vocab_size
-    with serving(
-        engine.with_tree(ACCELERATOR_TREES), max(args.clients), num_prompt + num_new
-    ) as url:
-        for num_clients in args.clients:
-            row = measure_load(url, num_clients=num_clients, **load)
-            yield f"{method}, {num_clients} clients", row
+    with serving(engine, max(args.clients), num_prompt + num_new) as url:
+        for name, num_clients in zip(names, args.clients, strict=True):
+            yield name, measure_load(url, num_clients=num_clients, **load)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,118 +216,98 @@ def time_training(family: str, llama: LlamaConfig, args: argparse.Namespace) -> 
 # The report
 
 
-def list_jobs(
-    llama: LlamaConfig, device: Device, args: argparse.Namespace
-) -> Iterator[tuple[str, Rows]]:
-    """Everything to measure, by part, the most telling first."""
-    engines = make_engines(llama, args.methods, args.draft_vocabulary)
-    methods, first_tree = list_methods(engines, args.trees), list_methods(engines, args.trees[:1])
-    first, *longer = args.contexts
-    for name, engine in methods.items():
-        yield "methods", time_rounds(engine, device, {name: first}, args)
-    for name, engine in first_tree.items() if longer else ():
-        rows = {f"{name}, {context} of {longer[-1]}": context for context in args.contexts}
-        yield "methods", time_rounds(engine, device, rows, args)
-    for name, engine in first_tree.items():
-        for context in args.contexts[:2]:
-            yield "prefill", time_prefill(f"{name}, {context}", engine, device, context, args)
+def list_jobs(llama: LlamaConfig, device: Device, args: argparse.Namespace) -> Jobs:
+    """Everything to measure; engines are gone before training makes weights of its own."""
+    if args.only != ["training"]:
+        yield from list_decoding(llama, device, args)
+    if "training" in args.only:
+        for family in FAMILIES:
+            if family in args.methods:
+                yield "training", [family], time_training(family, llama, args)
+
+
+def list_decoding(llama: LlamaConfig, device: Device, args: argparse.Namespace) -> Jobs:
+    """Rounds, prompts and servers."""
+    engines = make_engines(llama, args.methods, args.draft_vocabulary, args.quantise)
+    suffix = f", {args.quantise}" if args.quantise else ""
+    suffix += f", batch {args.batch_size}" if args.batch_size > 1 else ""
+    for context in args.contexts if "methods" in args.only else ():
+        for method, engine in list_methods(engines, args.trees):
+            name = f"{method}, {context}{suffix}"
+            yield "methods", [name], time_rounds(name, engine, device, context, args)
+    for context in args.contexts if "prefill" in args.only else ():
+        for method, engine in list_methods(engines, args.trees[:1]):
+            name = f"{method}, {context}{suffix}"
+            yield "prefill", [name], time_prefill(name, engine, device, context.length, args)
+    trees, tree_name = ACCELERATOR_TREES, ""
+    if args.fixed_tree:
+        trees, tree_name = args.trees[0], f" {args.trees[0].name}"
+    for method, engine in engines.items() if "server" in args.only else ():
+        names = [f"{method}{tree_name}, {number} clients{suffix}" for number in args.clients]
+        yield "server", names, time_server(names, engine.with_tree(trees), args)
+
+
+def list_methods(
+    engines: Mapping[str, Engine], trees: Sequence[TreeConfig]
+) -> Iterator[tuple[str, Engine]]:
+    """Decoding without a draft, and every draft with every tree."""
     for method, engine in engines.items():
-        yield "server", time_server(method, engine, args)
-    for name, engine in first_tree.items():
-        for size in args.batch_sizes:
-            row = {f"{name}, batch {size}": first}
-            yield "methods", time_rounds(engine, device, row, args, batch_size=size)
-    del engines, methods, first_tree, engine
-    for kind in args.quantise:
-        yield "methods", time_quantised(llama, kind, device, args)
-    for family in FAMILIES:
-        if family in args.methods:
-            yield "training", time_training(family, llama, args)
+        if method == PLAIN:
+            yield method, engine
+        else:
+            yield from ((f"{method} {tree.name}", engine.with_tree(tree)) for tree in trees)
 
 
-def describe(section: str, name: str, row: dict[str, Any], baseline: float | None) -> str:
-    """A row as a line."""
-    key, form = PARTS[section]
-    text = form.format(**row)
-    if "compile_seconds" in row:
-        text += f", compiled in {row['compile_seconds']:.0f} s"
-    if baseline is not None:
-        change = row[key] / baseline
-        text += f"; {change:.2f} x the time of --baseline"
-        text += "" if 0.97 < change < 1.03 else " (better)" if change < 1 else " (WORSE)"
-    return f"{name}: {text}"
-
-
-def read_baselines(files: Sequence[Path], device: str) -> dict[str, dict[str, float]]:
-    """What rows of earlier reports on the same kind of device are compared by, by part and name."""
-    baselines: dict[str, dict[str, float]] = {section: {} for section in PARTS}
-    for file in files:
-        report = json.loads(file.read_text())
-        if report["roofline"]["device"]["name"] == device:
-            for section, (key, _) in PARTS.items():
-                rows = report.get(section, {})
-                baselines[section] |= {name: row[key] for name, row in rows.items()}
-    return baselines
+def begin_report(device: Device, args: argparse.Namespace) -> dict[str, Any]:
+    """Goes on with the report in --output if device and options are the same, else begins one."""
+    options = {name: str(value) for name, value in vars(args).items() if name != "output"}
+    report = {"device": asdict(device), "options": options, "provenance": provenance()}
+    with suppress(OSError, ValueError, KeyError):
+        old = json.loads((args.output / "report.json").read_text()) if args.output else {}
+        if old["options"] == options and old["device"]["name"] == device.name:
+            return old
+    return report | {section: {} for section in PARTS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures and prints row after row, writes."""
     args = _parse(arguments)
-    llama, lines, began = _shape(args), [], time.monotonic()
-    roofline = measure_roofline()
-    device, baselines = roofline.device, read_baselines(args.baseline, roofline.device.name)
-    options = {name: str(value) for name, value in vars(args).items()}
-    report: dict[str, Any] = {"roofline": asdict(roofline), "options": options, "failed": []}
-    report |= {"provenance": provenance()} | {section: {} for section in PARTS}
+    device = find_roofline().device
+    report = begin_report(device, args)
 
     def table() -> str:
-        timed = {name: row for name, row in report["methods"].items() if "costs" in row}
-        card = "\n\n" + format_card(report | {"methods": timed}) if timed else ""
-        return "\n".join(f"- {line}" for line in lines) + card
+        rows = ((section, *item) for section in PARTS for item in report[section].items())
+        return "\n".join(f"- {name}: {PARTS[section].format(**row)}" for section, name, row in rows)
 
-    def show(line: str) -> None:
-        lines.append(line)
-        print(f"{line}  [{time.monotonic() - began:.0f} s]", flush=True)
-        if args.output is not None:
-            write_report(report, table(), args.output)
-
-    show(f"{device.name}: {device.bytes_per_second / 1e9:.0f} GB/s, "
-         f"{device.flops_per_second / 1e12:.2f} TFLOP/s")  # fmt: skip
-    for section, rows in list_jobs(llama, device, args):
-        if section not in args.only:
+    print(f"{device.name}: {device.bytes_per_second / 1e9:.0f} GB/s, "
+          f"{device.flops_per_second / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
+    for section, names, rows in list_jobs(_shape(args), device, args):
+        if set(names) <= set(report[section]):
             continue
-        if time.monotonic() - began > 60 * args.minutes:
-            show(f"{args.minutes} minutes are over; --minutes and --only measure the rest")
-            break
-        try:
-            for name, row in rows:
-                report[section][name] = row
-                show(describe(section, name, row, baselines[section].get(name)))
-        except Exception as error:  # such as too little memory for this part
-            report["failed"].append(f"{section}: {type(error).__name__}: {one_line(error)}")
-            show(f"failed: {report['failed'][-1]}")
+        for name, row in rows:
+            report[section][name] = row
+            print(f"{name}: {PARTS[section].format(**row)}", flush=True)
+            if args.output is not None:
+                write_report(report, table(), args.output)
     show_report(report, table(), args.output)
-    if report["failed"]:
-        raise SystemExit(1)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--minutes", type=at_least(1), default=8, metavar="N")
-    parser.add_argument("--phases", action="store_true", help="time the phases of rounds, too")
     parser.add_argument("--tiny", action="store_true", help="a pair of a few thousand weights")
     methods = PLAIN, *FAMILIES
     parser.add_argument("--methods", nargs="+", choices=methods, default=list(methods))
-    parser.add_argument("--quantise", nargs="*", choices=KINDS, default=list(KINDS))
-    committed = [COMMITTED / name / "report.json" for name in ("accelerator", "accelerator_e3")]
-    parser.add_argument("--baseline", nargs="*", type=Path, metavar="FILE", default=committed)
+    parser.add_argument("--quantise", choices=KINDS)
     trees = [read_tree("6/10/60"), read_tree("5/1/6")]
     parser.add_argument("--trees", nargs="+", type=read_tree, default=trees, metavar=TREE)
-    for name, default in {
-        "contexts": [512, 4096, 16384], "batch-sizes": [8], "clients": [1, 16, 64],
-    }.items():  # fmt: skip
-        parser.add_argument(f"--{name}", type=at_least(1), nargs="+", default=default, metavar="N")
+    parser.add_argument("--fixed-tree", action="store_true", help="serve with the first tree alone")
+    contexts = [Context(512, None), Context(512, 8192)]
+    parser.add_argument(
+        "--contexts", nargs="+", type=read_context, default=contexts, metavar="LENGTH[/ROOM]"
+    )
+    clients = [1, 8, 32]
+    parser.add_argument("--clients", type=at_least(1), nargs="+", default=clients, metavar="N")
     sizes = {
         "hidden-size": 4096,
         "intermediate-size": 14336,
@@ -363,6 +317,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "head-dim": 128,
         "vocab-size": 128256,
         "draft-vocabulary": 32000,
+        "batch-size": 1,
         "rounds": 32,
         "repeats": 3,
         "seconds": 8,
@@ -375,7 +330,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.tiny:
         parser.set_defaults(**TINY)
         args = parser.parse_args(arguments)
-    args.contexts.sort()
     return args
 
 

@@ -51,68 +51,57 @@ def test_answers_under_schemas_are_counted_and_their_rounds_timed() -> None:
 ROOT = Path(__file__).parent.parent
 
 
-def run_tiny(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> dict[str, Any]:
-    roofline = Roofline(Device("abacus", 1e9, 1e9, 1e9), {"square": 1e9})
-    monkeypatch.setattr(accelerator, "measure_roofline", lambda: roofline)
-    accelerator.main(["--tiny", "--contexts", "8", "--clients", "2", *arguments])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("abacus: 1 GB/s")
-    return json.loads(lines[-1])
+FEW = "--tiny --contexts 8 8/320 --clients 1 2 --methods autoregressive poss3 --trees 2/2/5"
 
 
 @pytest.mark.slow
 def test_accelerator(tmp_path: Path) -> None:
-    few = "--tiny --contexts 8 --clients 2 --methods autoregressive poss3 --trees 2/2/5"
-    words = ["-m", "benchmarks.accelerator", *few.split(), "--quantise", "int8"]
-    words += ["--minutes", "60", "--output", str(tmp_path)]
+    words = ["-m", "benchmarks.accelerator", *FEW.split(), "--output", str(tmp_path)]
     run = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, check=True)
     report = json.loads(run.stdout.splitlines()[-1])
     assert json.loads((tmp_path / "report.json").read_text()) == report
-    assert report["failed"] == []
     drafts = ["autoregressive", "poss3 2/2/5"]
-    ways = [name + more for more in ("", ", batch 2", ", int8") for name in drafts]
-    assert list(report["methods"]) == ways
-    drafted = report["methods"]["poss3 2/2/5"]
+    assert list(report["methods"]) == [f"{n}, {c}" for c in ("8", "8 of 320") for n in drafts]
+    drafted = report["methods"]["poss3 2/2/5, 8"]
     assert drafted["tokens_per_round"] == 1 + (2 + 1 + 2 + 2) / 4  # of 2, 1, 2, 3 at depth 2
-    assert list(report["prefill"]) == [f"{name}, 8" for name in drafts]
-    assert list(report["server"]) == ["autoregressive, 2 clients", "poss3, 2 clients"]
+    assert list(report["prefill"]) == list(report["methods"])
+    servers = [f"{name}, {n} clients" for name in ("autoregressive", "poss3") for n in (1, 2)]
+    assert list(report["server"]) == servers
     assert all(row["answers"] >= 2 for row in report["server"].values())
     assert list(report["training"]) == ["poss3"]
 
 
-def test_a_part_that_fails_does_not_end_the_others(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_rows_are_written_at_once_and_not_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    roofline = Roofline(Device("abacus", 1e9, 1e9, 1e9), {"square": 1e9})
+    monkeypatch.setattr(accelerator, "find_roofline", lambda: roofline)
+    measured = []
+
     def measure(name: str, *_: Any) -> accelerator.Rows:
-        if name == "autoregressive, 8":
-            raise MemoryError("out of\nmemory")
+        measured.append(name)
+        if measured == ["autoregressive, 8", "poss3 2/2/5, 8"]:
+            raise MemoryError("out of memory")
         row = {"milliseconds": 2.0, "floor_milliseconds": 1.0, "floor_to_prefill": 0.5}
-        yield name, row
+        yield name, row | {"compile_seconds": 1.0}
 
     monkeypatch.setattr(accelerator, "time_prefill", measure)
-    few = "--only prefill --methods autoregressive poss3 --trees 2/2/5".split()
-    with pytest.raises(SystemExit, match="1"):
-        run_tiny(monkeypatch, capsys, *few)
+    words = [*FEW.split(), "--only", "prefill", "--contexts", "8", "--output", str(tmp_path)]
+    with pytest.raises(MemoryError):
+        accelerator.main(words)
+    assert list(json.loads((tmp_path / "report.json").read_text())["prefill"]) == measured[:1]
+    accelerator.main(words)
+    assert measured == ["autoregressive, 8", *["poss3 2/2/5, 8"] * 2]
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["failed"] == ["prefill: MemoryError: out of memory"]
-    assert list(report["prefill"]) == ["poss3 2/2/5, 8"]
+    assert list(report["prefill"]) == measured[:2]
+    accelerator.main([*words, "--repeats", "2"])  # other options: a new report
+    assert measured[3:] == measured[:2]
 
 
-def test_rows_are_compared_with_earlier_ones_of_the_same_device(tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    row = {"milliseconds": 3.0, "floor_milliseconds": 1.5, "floor_to_prefill": 0.5}
-    about = {"roofline": {"device": {"name": "abacus"}}}
-    file.write_text(json.dumps(about | {"prefill": {"poss3, 8": row | {"milliseconds": 2.0}}}))
-    assert accelerator.read_baselines([file], "slide rule")["prefill"] == {}
-    before = accelerator.read_baselines([file], "abacus")["prefill"]["poss3, 8"]
-    assert accelerator.describe("prefill", "poss3, 8", row, before) == (
-        "poss3, 8: prefill 3.00 ms (floor 1.50, 50%); 1.50 x the time of --baseline (WORSE)"
-    )
-    for known in accelerator.COMMITTED.glob("accelerator*/report.json"):
-        name = json.loads(known.read_text())["roofline"]["device"]["name"]
-        assert accelerator.read_baselines([known], name)["methods"]
+@pytest.mark.parametrize("text", ["512/512", "512/8192/1"])
+def test_contexts_that_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="want LENGTH or LENGTH/ROOM, such as 512/8192"):
+        accelerator.read_context(text)
 
 
 @pytest.mark.parametrize("tree", random_pair.RECORDED)

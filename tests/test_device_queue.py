@@ -1,0 +1,151 @@
+"""The queue of measurements: it goes on where it was stopped, and decides by what it measured."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import device
+from benchmarks.device import SIZES, TINY, Stage, list_stages, run_queue
+
+TABLE = """
+from pathlib import Path
+from benchmarks.device import Stage, run_queue
+
+stages = [
+    Stage("quick", 60, "echo quick >> trace; echo '{}' > $OUT/report.json"),
+    Stage("slow", 60, "echo slow >> trace; [ -e go ] || (sleep 61; echo orphan >> trace)"),
+    Stage("stuck", 1, "echo stuck >> trace; sleep 62"),
+    Stage("fails", 60, "echo fails >> trace; [ -e go ]"),
+]
+print(run_queue(stages, Path("runs"), seconds=100))
+"""
+
+
+def start_queue(folder: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", TABLE]
+    path = str(Path(__file__).parent.parent)
+    return subprocess.Popen(
+        words, cwd=folder, env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"}, text=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def is_running(command: str) -> bool:
+    return subprocess.run(["pgrep", "-fx", command], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def wait_until(condition: Any) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_queue_that_was_killed_goes_on(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    with start_queue(tmp_path) as queue:
+        wait_until(lambda: is_running("sleep 61"))
+        queue.send_signal(signal.SIGTERM)
+    wait_until(lambda: not is_running("sleep 61"))
+    assert trace.read_text().split() == ["quick", "slow"]
+    (tmp_path / "go").touch()
+    with start_queue(tmp_path) as queue:
+        lines = queue.communicate()[0].splitlines()
+    assert trace.read_text().split() == ["quick", "slow", "slow", "stuck", "fails"]
+    assert [line.partition("  [")[0] for line in lines] == [
+        "quick: done before",
+        "slow: done in 0 s",
+        "stuck: stopped after 1 s, see runs/stuck.log",
+        "fails: done in 0 s",
+        "False",
+    ]
+
+
+def test_nothing_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
+    stages = [Stage("late", 60, "touch $OUT/begun")]
+    assert not run_queue(stages, tmp_path, seconds=device.MIN_SECONDS - 1)
+    assert not list(tmp_path.iterdir())
+    assert run_queue(stages, tmp_path, seconds=100) and (tmp_path / "late" / "begun").exists()
+    changed = [Stage("late", 60, "exit 3")]
+    assert not run_queue(changed, tmp_path, seconds=100)  # another command: not done
+
+
+@pytest.mark.parametrize("sizes", [SIZES, TINY])
+def test_every_command_is_one_of_bash(sizes: dict[str, Any]) -> None:
+    for stage in list_stages(sizes):
+        subprocess.run(["bash", "-n", "-c", stage.command], check=True)
+
+
+def rounds(**milliseconds: float) -> dict[str, float]:
+    contexts = {"own": "512", "near": "512 of 8192"}
+    plain = {f"autoregressive, {c}: round_milliseconds": 5.0 for c in contexts.values()}
+    names = {key: f"poss3 6/10/60, {contexts[key]}: round_milliseconds" for key in milliseconds}
+    return plain | {names[key]: value for key, value in milliseconds.items()}
+
+
+@pytest.mark.parametrize(
+    ("own", "near", "decision"),
+    [
+        (10.0, 8.5, "on by default"),
+        (10.2, 8.5, "on by default"),
+        (10.3, 8.5, "model/used_rows.py leaves"),  # something got slower
+        (10.0, 8.6, "model/used_rows.py leaves"),  # not enough faster
+    ],
+)
+def test_used_rows_are_decided_by_both_rules(own: float, near: float, decision: str) -> None:
+    numbers = {"rounds": rounds(own=10.0, near=10.0), "used_rows": rounds(own=own, near=near)}
+    decisions = dict(line.split(": ", 1) for line in device.decide(numbers, SIZES))
+    assert decisions.pop("decision, used_rows") == decision
+    assert set(decisions.values()) == {"open"}
+
+
+@pytest.mark.parametrize(
+    ("mtp", "fixed", "decisions"),
+    [
+        (99.0, 100.0, ["family mtp leaves", "they shrink with the load"]),
+        (101.0, 103.0, ["family mtp stays", "one tree for all"]),
+    ],
+)
+def test_drafts_and_trees_are_decided(mtp: float, fixed: float, decisions: list[str]) -> None:
+    numbers = {
+        "smollm2": {
+            "PosS-1, T = 0: tokens_per_second": 100.0,
+            "PosS-1 on EAGLE-3, T = 0: tokens_per_second": 50.0,
+            "MTP, T = 0: tokens_per_second": mtp,
+        },
+        "server": {"poss3, 32 clients: tokens_per_second": 100.0},
+        "fixed_tree": {"poss3 6/10/60, 32 clients: tokens_per_second": fixed},
+    }
+    lines = list(device.decide(numbers, SIZES))
+    assert [line.split(": ", 1)[1] for line in lines[-2:]] == decisions
+
+
+def test_numbers_stand_beside_the_committed_ones(tmp_path: Path) -> None:
+    row = {"round_milliseconds": 9.0, "floor_to_round": 0.7}
+    far = {"round_milliseconds": 12.0, "floor_to_round": 0.8}
+    report = {
+        "device": {"name": "NVIDIA H200"},
+        "methods": {
+            "poss3 6/10/60, 512": row,
+            "poss3 6/10/60, 512 of 8192": row,
+            "poss3 6/10/60, 16128 of 16384": far,
+        },
+    }
+    (tmp_path / "rounds").mkdir()
+    (tmp_path / "rounds" / "report.json").write_text(json.dumps(report))
+    lines = list(device.summarise([Stage("rounds", 1, "")], tmp_path, SIZES))
+    committed = json.loads((device.COMMITTED / "accelerator" / "report.json").read_text())
+    before = committed["methods"]["poss3 6/10/60"]["round_milliseconds"]
+    key = "6/10/60, 512: round_milliseconds"
+    assert lines[0] == f"rounds: poss3 {key} 9.000 ({9 / before:.2f} x {before:.3f})"
+    assert lines[1].endswith("(none committed)")
+    assert lines[-2:] == [
+        "mark, poss3 6/10/60, 512 of 8192: MISSED, 8.5 ms",
+        "mark, poss3 6/10/60, 16128 of 16384: met, 1.35 x the floor",
+    ]
