@@ -122,4 +122,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("torch") and not has_torch:
             item.add_marker(pytest.mark.skip(reason="needs torch: make test-torch"))
         if item.get_closest_marker("device") and jax.default_backend() == "cpu":
-            item.add_marker(pytest.mark.skip(reason="needs an accelerator: JAX_PLATFORMS=cuda"))
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator: JAX_PLATFORMS=cuda,cpu"))
