@@ -16,7 +16,7 @@ from programs import refusal
 from self_killing import ROOT
 from test_run_folder import config_for, saved_run
 
-from poss_jax.checkpoint.locks import hold_lock, sole_writer
+from poss_jax.checkpoint.whole import hold_lock, sole_writer
 from poss_jax.config.reading import UserError
 from train.claims import hold_together
 from train.regenerate import main as regenerate_main
@@ -24,7 +24,7 @@ from train.training import train
 
 HOLDER = """
 import sys
-from poss_jax.checkpoint.locks import sole_writer
+from poss_jax.checkpoint.whole import sole_writer
 with sole_writer(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

@@ -16,9 +16,8 @@ from typing import Any
 import yaml
 from etils import epath
 
-from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance
-from poss_jax.checkpoint.whole import write_file
+from poss_jax.checkpoint.whole import sole_writer, write_file
 from poss_jax.config.paths import (
     AnyPath,
     absolute,

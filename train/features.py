@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from poss_jax.checkpoint.items import load_item
-from poss_jax.checkpoint.locks import hold_lock
 from poss_jax.checkpoint.record import ModelRecord
+from poss_jax.checkpoint.whole import hold_lock
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict

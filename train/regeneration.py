@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.whole import sole_writer
 from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import as_path, is_uri, local_path
 from poss_jax.config.reading import UserError, config_to_dict

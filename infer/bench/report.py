@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance
-from poss_jax.checkpoint.whole import refuse_non_empty, write_file
+from poss_jax.checkpoint.whole import refuse_non_empty, sole_writer, write_file
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.paths import local_path
 from poss_jax.config.reading import config_to_dict

@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from poss_jax.checkpoint.locks import hold_lock
 from poss_jax.checkpoint.record import FORMAT_VERSION
+from poss_jax.checkpoint.whole import hold_lock
 from poss_jax.config.paths import cache_folder, child_python, is_uri, local_path
 from poss_jax.config.reading import UserError
 

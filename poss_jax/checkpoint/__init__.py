@@ -4,7 +4,6 @@ record.py      contents of model.json: config, target identity, provenance
 sums.py        checksums of arrays and of files
 folder.py      writing a model, loading it to the device, verifying it
 items.py       a part of the weights, through Orbax
-whole.py       folders and files written atomically
-locks.py       one writer at a time
+whole.py       folders and files written whole, by one process at a time
 draft_vocabulary.py  the file of the tokens that a draft may propose
 """

@@ -1,19 +1,22 @@
-"""Atomic writes: a folder or a file is written whole or not at all.
+"""Outputs: a folder or a file is written whole or not at all, and by one process at a time.
 
 At a URI a folder is uploaded; the file that identifies it goes last (`paths.py`).
 """
 
 import glob
+import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from errno import EEXIST, ENOTEMPTY
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
-from poss_jax.config.paths import AnyPath, as_path, uploaded
+from poss_jax.config.paths import AnyPath, as_path, is_uri, local_path, uploaded
 from poss_jax.config.reading import UserError
 
 _LOCK = "lock"
@@ -160,3 +163,70 @@ def refuse_non_empty(folder: str | AnyPath) -> None:
         raise UserError(f"output {folder} is a file; name a folder that does not exist yet")
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"output {folder} is not empty; name another folder or empty this one")
+
+
+# --------------------------------------------------------------------------------------------------
+# One writer at a time: the lock is the operating system's and ends with its process; the lock file
+# names its holder, and only a kill leaves it behind.
+
+
+@contextmanager
+def hold_lock(path: Path, if_held: Callable[[str], None]) -> Iterator[None]:
+    """Holds a lock.
+
+    Args:
+      if_held: called with the holder before waiting; may raise instead.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        if_held(_describe_holder(path))
+        lock.acquire()
+    is_native = not isinstance(lock, SoftFileLock)  # the fallback writes a file itself
+    try:
+        if is_native:
+            path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+        yield
+    finally:
+        if is_native:
+            with suppress(OSError):
+                path.unlink()  # waiting processes notice and create another
+        lock.release()
+
+
+@contextmanager
+def sole_writer(output: str | AnyPath) -> Iterator[None]:
+    """Keeps other processes from writing a file or folder; does nothing at a URI.
+
+    Raises:
+      UserError: another process writes it, or it cannot be written at all.
+    """
+    if is_uri(output):  # an object store has no locks
+        yield
+        return
+    real = local_path(str(output), "output").resolve()
+
+    def refuse(holder: str) -> None:
+        raise UserError(
+            f"output {output} is in use by {holder}; wait for it, or name another output"
+        )
+
+    with ExitStack() as held:
+        try:
+            held.enter_context(made_parents(real))
+            is_inside = real.is_dir() and not os.access(real.parent, os.W_OK)
+            lock_file = real / ".lock" if is_inside else real.parent / f".{real.name}.lock"
+            held.enter_context(hold_lock(lock_file, refuse))
+        except OSError as error:
+            raise UserError(f"output {output}: {error.strerror}; name another place") from error
+        yield
+
+
+def _describe_holder(path: Path) -> str:
+    try:
+        pid, host = path.read_text().splitlines()
+        since = datetime.fromtimestamp(path.stat().st_mtime)
+    except (OSError, ValueError):  # released, or not written yet
+        return "another process"
+    return f"process {pid} on host {host} (since {since:%Y-%m-%d %H:%M:%S})"
