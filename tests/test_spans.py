@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from benchmarks.spans import add_costs, advise_spans, cost_of
+from benchmarks.drift import add_costs, advise_spans, cost_of
 
 
 def test_spans_end_where_the_drift_jumps():
