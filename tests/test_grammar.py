@@ -18,7 +18,9 @@ from benchmarks.options import read_schemas
 from poss_jax import Engine, Generation, SamplingConfig, Scheduler, Slots, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, Drafting
 from poss_jax.engine import leader, live, slots
-from poss_jax.engine.grammar import _LIMITS, Grammar, GrammarCompiler, Walk
+from poss_jax.engine.grammar import Grammar, GrammarCompiler
+from poss_jax.engine.grammar_trials import LIMITS
+from poss_jax.engine.guides import Walk
 from poss_jax.engine.leader import follow
 from poss_jax.engine.live import no_masks
 from poss_jax.engine.prompts import PreparedPrompt
@@ -206,7 +208,7 @@ def test_a_grammar_that_gets_too_complex_ends_its_text_alone(
 ) -> None:
     engine = draw_engine(TREE)
     scheduler = Scheduler(make_slots(engine))
-    monkeypatch.setitem(_LIMITS, "max_lexer_states", 40)
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 40)
     try:
         hard, sampling = (
             Grammar.regex("([a-z]*[a-m][a-z]{12}){3}9"),
@@ -245,7 +247,7 @@ def test_forbidden_nodes_give_their_places_to_certain_tokens(compiler: GrammarCo
     ├ "x"                and "c", "d" are certain after "b"
     └ "q" ─ "x".
     """
-    guide = compiler.compile(Grammar.regex("a(bcde|x)"))
+    guide = compiler.submit(Grammar.regex("a(bcde|x)")).result()
     guide.advance(ids("a"))
     tokens, parents = np.array(ids("abxqdx")), np.array([0, 0, 0, 0, 1, 3])
     masks = no_masks(VOCAB, 6)
@@ -263,7 +265,7 @@ def test_forbidden_nodes_give_their_places_to_certain_tokens(compiler: GrammarCo
 def test_masks_are_those_of_the_path(compiler: GrammarCompiler, seed: int) -> None:
     rng = np.random.default_rng(seed)
     grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["ab", 12, None, "ac"]}})
-    guide = compiler.compile(grammar)
+    guide = compiler.submit(grammar).result()
     tokens = np.array(rng.choice([*ids('[]"abc12, nul'), EOS], 40))
     parents = np.array([0, *(int(rng.integers(0, node)) for node in range(1, 40))])
     masks = no_masks(VOCAB, 40)
@@ -297,7 +299,7 @@ def test_what_the_masks_allow_is_valid(compiler: GrammarCompiler, kind: str) -> 
 
 def random_text(compiler: GrammarCompiler, schema: Any, rng: np.random.Generator) -> str:
     """A text of any tokens that the masks allow; it ends where it may."""
-    guide, mask, tokens = compiler.compile(Grammar.json_schema(schema)), no_masks(VOCAB), []
+    guide, mask, tokens = compiler.submit(Grammar.json_schema(schema)).result(), no_masks(VOCAB), []
     while EOS not in tokens:
         assert len(tokens) < 2000
         guide.fill(mask)

@@ -12,7 +12,8 @@ from test_text import BYTE_LEVEL
 
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.models import TreeConfig
-from poss_jax.engine.grammar import Grammar, Guide
+from poss_jax.engine.grammar import Grammar
+from poss_jax.engine.guides import Guide
 from poss_jax.serving.bodies import ApiError, CompletionRequest
 from poss_jax.serving.requests import read_completion
 

@@ -5,7 +5,7 @@ A step is a few rounds; or, if grammars guide some of its texts, one round with 
     draft (device) ─► walk the trees (host) ─► verify (device)
                       masks of all nodes       accept, commit
 
-The draft knows what a grammar allows after the root; `grammar.Walk` mends the deeper nodes. On
+The draft knows what a grammar allows after the root; `guides.Walk` mends the deeper nodes. On
 several hosts process 0 walks for slots, and the others get its plan (`leader.py`).
 """
 

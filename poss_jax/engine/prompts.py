@@ -45,7 +45,7 @@ class Rendering(NamedTuple):
 
 @runtime_checkable
 class Guide(Protocol):
-    """Decides which tokens may follow a text; `grammar.Guide` does so by a grammar."""
+    """Decides which tokens may follow a text; `guides.Guide` does so by a grammar."""
 
     def copy(self) -> "Guide":
         """The same state, for another text."""
@@ -58,7 +58,7 @@ class Guide(Protocol):
         """Writes which tokens may follow: a mask [words] uint32, as `sampling.unpack` reads it."""
 
     def mend(self, *tree: np.ndarray, depth: int, seconds: float) -> None:
-        """Fills the masks of a tree, and replaces its forbidden nodes (see `grammar.Walk`)."""
+        """Fills the masks of a tree, and replaces its forbidden nodes (see `guides.Walk`)."""
 
 
 @runtime_checkable

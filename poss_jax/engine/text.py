@@ -220,12 +220,12 @@ def token_bytes(tokenizer: Any, token: int) -> bytes | None:
     name = tokenizer.convert_ids_to_tokens(token) or ""
     if _BYTE.fullmatch(name):
         return bytes([int(name[1:-1], 16)])
-    known = _byte_letters()
+    known = byte_letters()
     return bytes(map(known.__getitem__, name)) if name and known.keys() >= set(name) else None
 
 
 @lru_cache(maxsize=1)
-def _byte_letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """Maps letters of byte-level names to bytes; unprintable bytes have letters from U+0100."""
     kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in kept)
