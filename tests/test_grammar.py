@@ -157,6 +157,26 @@ def test_texts_of_sampled_drafts_match_too(
         assert answers[index].output_ids == alone[index].output_ids
 
 
+def test_sampled_drafts_know_the_grammar_at_the_root() -> None:
+    """Nearly all tokens are forbidden, so that others are hardly drafted by chance."""
+    engine = draw_engine(CHAIN, drafting="sampled")
+    grammar = Grammar.regex("[\x80-\x84]{40}|([0-9a-f]{2}){20}")
+    prompt = engine.prepare([5, 7], 41, SamplingConfig(temperature=1.0, seed=3), grammar=grammar)
+    (answer,) = engine.decode([prompt])
+    assert answer.mean_acceptance_length > 1.4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_wins_over_a_least_length(temperature: float) -> None:
+    """Neither is a stop token allowed that the grammar forbids, nor one forbidden that it wants."""
+    engine = draw_engine(TREE)
+    sampling = SamplingConfig(temperature=temperature, min_tokens=20, seed=2)
+    grammar, stop_ids = Grammar.choice(["yes", "no", "never"]), [EOS, *ids("q")]
+    prompt = engine.prepare([5, 7], 30, sampling, grammar=grammar, stop_ids=stop_ids)
+    (answer,) = engine.decode([prompt])
+    assert answer.text in ("yes", "no", "never") and answer.output_ids[-1] == EOS
+
+
 def test_any_company_leaves_the_texts_as_they_are(alone: list[Generation]) -> None:
     """Some are cancelled halfway; the prompt of two choices is read once."""
     engine = draw_engine(TREE)

@@ -188,6 +188,8 @@ def test_stop_tokens_of_short_outputs_are_barred():
     assert (jnp.delete(scores, 7, axis=2) == 0).all()
     only = jnp.full((2, 2, V), -jnp.inf).at[:, :, 7].set(0)  # a grammar leaves nothing else
     assert (jnp.argmax(process(only, given, text), axis=-1) == 7).all()
+    others = jnp.zeros((2, 2, V)).at[:, :, 7].set(-jnp.inf)  # a grammar forbids it
+    assert (process(others, given, text)[:, :, 7] == -jnp.inf).all()
 
 
 def test_a_draft_with_its_own_vocabulary_is_processed_alike():

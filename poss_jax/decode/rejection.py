@@ -20,6 +20,7 @@ the child of rank 0 is accepted most often. With the score of a rank instead of 
 log-probability, EAGLE-2's search gives a tree of the same shape in every round (`groups_of`).
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from poss_jax.config.models import TreeConfig
-from poss_jax.decode.drafting import Level, draft
+from poss_jax.decode.drafting import ChildrenFn, Level, draft
 from poss_jax.decode.sampling import History, Sampling, process_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
 from poss_jax.decode.tree import Tree, select
@@ -109,7 +110,12 @@ class DrawnTree(Tree):
 
 
 def draw_tree(
-    weights: Weights, config: DecodeConfig, state: DecodeState, sampling: Sampling, history: History
+    weights: Weights,
+    config: DecodeConfig,
+    state: DecodeState,
+    sampling: Sampling,
+    history: History,
+    allow: Callable[[ChildrenFn], ChildrenFn] = lambda children: children,
 ) -> DrawnTree:
     """Drafts a tree; greedy sequences get the most likely children.
 
@@ -119,6 +125,7 @@ def draw_tree(
       state: state before the round.
       sampling: the request's settings.
       history: tokens so far; its path is ignored.
+      allow: changes how children are drawn, as a grammar demands.
     """
     assert config.draft is not None and state.draft is not None, "want a draft"
     vocabulary, V = weights.draft["vocabulary"], config.target.vocab_size
@@ -144,7 +151,7 @@ def draw_tree(
         config.tree,
         state.draft.cache,
         state.draft.root_input,
-        children,
+        allow(children),
     )
     groups = groups_of(config.tree)
     return DrawnTree(

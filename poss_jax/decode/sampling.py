@@ -170,7 +170,8 @@ def shift_logits(
 
         def barred(scores: Array) -> Array:
             is_end = of_vocabulary(_mark(ids, vocab_size))
-            return jnp.where(is_short[:, :, None] & is_end[:, None], _BARRED, scores)
+            lowered = jnp.minimum(scores, _BARRED)  # what a grammar forbids stays so
+            return jnp.where(is_short[:, :, None] & is_end[:, None], lowered, scores)
 
         scores = _where_any(is_short, barred, scores)
     return scores / jnp.where(_is_sampled(sampling), sampling.temperature, 1.0)[:, None, None]
@@ -260,7 +261,7 @@ def lower_unlikely(
 
 
 _NUM_BEST = 64
-_BARRED = -1e9  # finite: it is chosen if nothing else can be
+_BARRED = -1e9  # finite: it is chosen if a grammar leaves nothing else
 
 
 def _is_sampled(sampling: Sampling) -> Bool[Array, " B"]:

@@ -6,6 +6,7 @@ Autoregressive decoding is the same round with a tree of only the root, so both 
 the choice of tokens and the commit.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -198,7 +199,9 @@ def draft_tree(
         return root_tree(state.root)
     if config.children is None and config.drafting == "sampled" and request.sampling:
         history = history_before(request, state.output, root_tree(state.root))
-        return rejection.draw_tree(weights, config, state, request.sampling, history)
+        return rejection.draw_tree(
+            weights, config, state, request.sampling, history, _allow(weights, config, allowed)
+        )
     candidates = draft_candidates(weights, config, request, state, noise, allowed)
     with jax.named_scope("select"):
         return select(state.root, candidates, config.tree)
@@ -224,10 +227,7 @@ def draft_candidates(
             noise=noise,
             vocabulary=weights.draft["vocabulary"],
         )
-    if allowed is not None:
-        mask = unpack(allowed, config.target.vocab_size)
-        mask = mask if weights.draft["vocabulary"] is None else mask[:, weights.draft["vocabulary"]]
-        children = partial(drafting.allowed_children, children=children, allowed=mask)
+    children = _allow(weights, config, allowed)(children)
     return drafting.draft(
         weights.draft,
         config.draft,
@@ -236,6 +236,17 @@ def draft_candidates(
         state.draft.root_input,
         children,
     )
+
+
+def _allow(
+    weights: Weights, config: DecodeConfig, allowed: UInt[Array, "B words"] | None
+) -> Callable[[drafting.ChildrenFn], drafting.ChildrenFn]:
+    """Changes how children are chosen: those of the root are tokens that a grammar allows."""
+    if allowed is None:
+        return lambda children: children
+    vocabulary, own = weights.draft["vocabulary"], unpack(allowed, config.target.vocab_size)
+    own = own if vocabulary is None else own[:, vocabulary]
+    return lambda children: partial(drafting.allowed_children, children=children, allowed=own)
 
 
 @jax.named_scope("verify")
