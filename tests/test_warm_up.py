@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_grammar
 from models import one_layout
 from test_scheduler import SETTINGS, alone, draw_engine, wait_until
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.scheduler import Closed, Scheduler
 from poss_jax.engine.scoring import score_prompt
 from poss_jax.engine.slots import Program, Slots
@@ -82,9 +84,9 @@ def until_sizes(scheduler: Scheduler, gate: Gate, sizes: tuple[int, ...]) -> Non
     warmth = scheduler.warmth
     assert warmth is not None
     while warmth.sizes != sizes:
-        num_done = warmth._num_done
+        num_done = len(warmth._done)
         gate.open(1)
-        wait_until(lambda before=num_done: warmth._num_done > before or scheduler.error)
+        wait_until(lambda before=num_done: len(warmth._done) > before or scheduler.error)
         assert scheduler.error is None
 
 
@@ -116,6 +118,31 @@ def test_a_request_waits_for_what_it_needs(engine: Engine, warming: Scheduler, g
     assert chunks[-1].answer is not None
     assert chunks[-1].answer.output_ids == alone(engine, prompt).output_ids
     assert sum(len(chunk.logprobs) for chunk in chunks) == 5
+
+
+def test_a_grammar_waits_for_its_rounds_and_lets_others_pass(gate: Gate) -> None:
+    """They are compiled next, and not by the thread that decodes."""
+    engine = test_grammar.draw_engine(test_grammar.TREE)
+    scheduler = Scheduler(Slots(engine, sizes=(1, 2), max_length=100))
+    thread = threading.Thread(target=scheduler.warm_up)
+    thread.start()
+    try:
+        until_sizes(scheduler, gate, (1,))
+        assert scheduler.warmth is not None
+        grammar = Grammar.choice(["yes", "no"])
+        guided = scheduler.submit(engine.prepare([5, 7], 40, grammar=grammar))
+        assert answer_of(scheduler.submit(engine.prepare([5, 7], 5))).stop_reason == "length"
+        assert scheduler.num_waiting == 1
+        while not scheduler.warmth.guided_sizes:
+            gate.open(1)
+            time.sleep(0.05)
+        assert scheduler.warmth.sizes == (1,)
+        assert answer_of(guided).text in ("yes", "no")
+        assert scheduler.stats.compilations == 0
+    finally:
+        scheduler.close()
+        gate.open()
+        thread.join()
 
 
 def test_a_text_that_runs_changes_its_program(

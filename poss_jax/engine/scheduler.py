@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,7 +50,8 @@ class Closed(Exception):
 class Scheduler:
     """Decodes requests together in slots, on its own thread; all methods are thread-safe.
 
-    Requests run in the order of arrival. A prompt is read in chunks between rounds.
+    Requests run in the order of arrival; one whose rounds are still compiled lets others pass. A
+    prompt is read in chunks between rounds.
 
     Attributes:
       stats: counts since it was made.
@@ -246,7 +246,7 @@ class Scheduler:
                 lambda: self.is_closed or self._calls or self._failure or not self._is_idle()
             )
             is_busy = self._calls or self._under_way or any(self._streams())
-            if self._waiting and not (is_busy or self._can_begin()):
+            if self._waiting and not (is_busy or self._following()):
                 self._changed.wait(_POLL_SECONDS)  # for the warm-up
             return not (self.is_closed and self._is_idle())
 
@@ -304,9 +304,11 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Reads the next part of a prompt: all of it if no text is being decoded."""
-        if self._reading is None and self._can_begin() and self._has_room():
+        following = self._following() if self._reading is None else None
+        if following is not None and self._has_room(following):
             with self._changed:  # `drain` and `close` find the stream in one place
-                stream = self._waiting.popleft()
+                stream = following
+                self._waiting.remove(stream)
                 self._reading = stream, 0
             first = self._steps.begin(stream.prompt._replace(guide=None))  # only its masks are sent
             stream.answer.cached_tokens = min(first * self._slots.chunk, len(stream.prompt.ids))
@@ -328,26 +330,36 @@ class Scheduler:
             masks = stream.prompt.guide and self._slots.masks({0: stream.prompt.guide}, 1)
             self._expect(self._steps.insert(slot, masks), {0: stream})
 
-    def _can_begin(self) -> bool:
-        """True if a request waits, and what it needs first is compiled."""
-        with suppress(IndexError):  # a cancelled request may leave the queue
-            has_logprobs = self._waiting[0].has_logprobs
-            return self.warmth is None or self.warmth.serves(has_logprobs=has_logprobs)
-        return False
+    def _following(self) -> Stream | None:
+        """The first waiting request that can begin, since what it needs is compiled."""
+        with self._changed:
+            return next(filter(self._is_served, self._waiting), None)
+
+    def _is_served(self, stream: Stream) -> bool:
+        if self.warmth is None:
+            return True
+        is_guided = stream.prompt.guide is not None
+        return self.warmth.serves(
+            self._slots.size, has_logprobs=stream.has_logprobs, is_guided=is_guided
+        )
 
     def _most_texts(self) -> int:
         """Most texts that can be decoded at once with what is compiled."""
         return max(self._sizes(), default=0)
 
-    def _sizes(self) -> Sequence[int]:
-        return self._slots.sizes if self.warmth is None else self.warmth.sizes
+    def _sizes(self, *more: Stream) -> Sequence[int]:
+        """Sizes that decode what is decoded now, and more."""
+        if self.warmth is None:
+            return self._slots.sizes
+        is_guided = any(stream.prompt.guide for stream in (*self._streams(), *more))
+        return self.warmth.guided_sizes if is_guided else self.warmth.sizes
 
-    def _has_room(self) -> bool:
+    def _has_room(self, following: Stream) -> bool:
         """Makes room for one more text if there is any."""
         num_texts = self._num_texts()
         if num_texts < self._slots.size:
             return True
-        larger = [size for size in self._sizes() if size > self._slots.size]
+        larger = [size for size in self._sizes(following) if size > self._slots.size]
         num_wanted = num_texts + len(self._waiting)
         for size in larger:  # one after the other: these are compiled
             if self._slots.size < num_wanted:
@@ -459,11 +471,14 @@ class Scheduler:
 
     def _compile(self) -> None:
         """Compiles what is left to compile."""
-        for _ in self.warmth or ():
+        assert self.warmth is not None
+        for _ in self.warmth:
             with self._changed:
                 self._changed.notify_all()
                 if self._steps is self._slots:
                     self._changed.wait_for(lambda: not self._is_enough(), _REST_SECONDS)
+                waiting = (one for one in self._waiting if not self._is_served(one))
+                self.warmth.wants_guided = any(one.prompt.guide for one in waiting)
             if self._steps is not self._slots:  # this is the scheduler's thread
                 self._drop_cancelled()
             if self.is_closed:
@@ -471,5 +486,7 @@ class Scheduler:
 
     def _is_enough(self) -> bool:
         """True if texts are decoded, and what is compiled decodes all that were asked for."""
-        is_busy = any(self._streams()) or self._can_begin()
-        return is_busy and self.num_running + self.num_waiting <= self._most_texts()
+        is_served = all(map(self._is_served, self._waiting))
+        is_busy = any(self._streams()) or bool(self._waiting)
+        num_texts = self.num_running + self.num_waiting
+        return is_busy and is_served and num_texts <= self._most_texts()

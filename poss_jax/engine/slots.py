@@ -206,8 +206,7 @@ class Slots:
     def rare_programs(self, size: int) -> list[Program]:
         """Rounds without drafts and rounds with grammars, if there can be any."""
         draftless = [Program(None, one, is_draftless=True) for one in (True, False)]
-        sampled = [one for one in self.programs(size) if one[1:] == (True, False, False, False)]
-        guided = [one._replace(is_guided=True) for one in sampled]
+        guided = [one._replace(is_guided=True) for one in self.programs(size) if one.is_sampled]
         can_guide = self.engine.tokenizer is not None
         return draftless * self._can_rest(size) + guided * can_guide
 

@@ -12,6 +12,7 @@ compiled.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from threading import Thread
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ class _Task(NamedTuple):
     run: Callable[[], Any]
     program: Program | None = None  # rounds that it compiles
     size: int | None = None  # batch size that can be used from then on
+    guided_size: int | None = None  # batch size of rounds with grammars
 
 
 class WarmUp:
@@ -37,6 +39,8 @@ class WarmUp:
 
     Attributes:
       sizes: batch sizes that are compiled, ascending; texts can be decoded once there is one.
+      guided_sizes: those whose rounds with grammars are compiled.
+      wants_guided: a text waits for such rounds, so they are compiled next.
     """
 
     def __init__(self, slots: Slots | Leader) -> None:
@@ -46,29 +50,43 @@ class WarmUp:
           slots: `Slots.shapes` of others; or slots to run every step on, or their `Leader`.
         """
         self.sizes: tuple[int, ...] = ()
+        self.guided_sizes: tuple[int, ...] = ()
+        self.wants_guided = False
         self._slots, self._first = slots, slots.sizes[0]
         self._rounds: list[Program] = []  # of the first size
-        self._tasks = list(_list_tasks(slots))
-        self._num_done, self._begun, self._finished = 0, 0.0, 0.0
+        self._left, self._done = list(_list_tasks(slots)), list[_Task]()
+        self._begun, self._finished = 0.0, 0.0
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self._done) + len(self._left)
 
     def __iter__(self) -> Iterator[None]:
         self._begun = time.monotonic()
         ahead = Thread(target=self._compile_rounds)
-        if self._num_done == 0 and isinstance(self._slots, Slots):
+        if not self._done and isinstance(self._slots, Slots):
             ahead.start()
-        for task in self._tasks[self._num_done :]:
+        while self._left:
+            task = self._next()
             if task.program is not None and ahead.is_alive():
                 ahead.join()
             jax.block_until_ready(task.run())
-            self._num_done, self._finished = self._num_done + 1, time.monotonic()
+            self._left.remove(task)
+            self._done.append(task)
+            self._finished = time.monotonic()
             if task.program is not None and task.size == self._first:
                 self._rounds.append(task.program)
             if task.size is not None and task.size not in self.sizes:
                 self.sizes = (*self.sizes, task.size)
+            sizes_left = {one.guided_size for one in self._left}
+            if task.guided_size is not None and task.guided_size not in sizes_left:
+                self.guided_sizes = (*self.guided_sizes, task.guided_size)
             yield
+
+    def _next(self) -> _Task:
+        """The next task; on several hosts all have the same order."""
+        can_choose = self.wants_guided and isinstance(self._slots, Slots)
+        guided = (one for one in self._left if can_choose and one.guided_size in self.sizes)
+        return next(guided, self._left[0])
 
     def _compile_rounds(self) -> None:
         """Compiles the first rounds, which take as long as all that comes before them."""
@@ -78,23 +96,25 @@ class WarmUp:
     @property
     def is_done(self) -> bool:
         """True if all is compiled."""
-        return self._num_done == len(self._tasks)
+        return not self._left
 
     def __str__(self) -> str:
-        done, total = self._num_done, len(self._tasks)
-        if done == total:
+        done, total = len(self._done), len(self)
+        if self.is_done:
             return f"compiled {total} of {total}"
-        about = f", about {self._seconds_left(done):.0f} s left" if done else ""
+        about = f", about {self._seconds_left():.0f} s left" if done else ""
         return f"compiling {done + 1} of {total}{about}"
 
-    def _seconds_left(self, done: int) -> float:
+    def _seconds_left(self) -> float:
         """Seconds until all is compiled, if the rest takes as long as what is done."""
-        per_weight = (self._finished - self._begun) / _weigh(self._tasks[:done])
-        seconds = per_weight * _weigh(self._tasks[done:]) - (time.monotonic() - self._finished)
-        return max(seconds, per_weight * _weigh(self._tasks[done + 1 :]))
+        per_weight = (self._finished - self._begun) / _weigh(self._done)
+        seconds = per_weight * _weigh(self._left) - (time.monotonic() - self._finished)
+        return max(seconds, per_weight * _weigh(self._left[1:]))
 
-    def serves(self, *, has_logprobs: bool) -> bool:
-        """Tells whether texts can be decoded, with log-probabilities if these are wanted."""
+    def serves(self, size: int, *, has_logprobs: bool, is_guided: bool) -> bool:
+        """Tells whether a text can be decoded in a batch, with all that it wants."""
+        if is_guided:
+            return size in self.guided_sizes
         return any(one.has_logprobs or not has_logprobs for one in self._rounds)
 
     def nearest(self, program: Program, size: int) -> Program:
@@ -124,10 +144,13 @@ def _list_tasks(slots: Slots | Leader) -> Iterator[_Task]:
             yield _Task(partial(slots.run, program, ()), program, first if size == first else None)
         if size != first:
             yield _Task(partial(_resize, slots, first), size=size)
+    # Apart, since these may be run out of order, while the batch has another size.
+    apart = copy(slots) if isinstance(slots, Slots) else slots
     for size in slots.sizes:
         for program in slots.rare_programs(size):
-            run = partial(_run_at, slots, size, program)
-            yield _Task(run, program, size if program.is_draftless else None)
+            run = partial(_run_at, apart, size, program)
+            of_size = {"guided_size" if program.is_guided else "size": size}
+            yield _Task(run, program, **of_size)
 
 
 def _read(slots: Slots | Leader, prompt: PreparedPrompt) -> None:
