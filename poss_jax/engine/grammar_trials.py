@@ -105,8 +105,9 @@ def _try(tokens: Tokens, kind: str, text: str, seconds: float) -> None:
     def work() -> None:
         try:
             virtual, before = _memory()
-            room = 3 * MOST_BYTES  # as much again for what is freed, and for the allocator
-            resource.setrlimit(resource.RLIMIT_AS, (virtual + room, resource.RLIM_INFINITY))
+            if virtual:  # as much again for what is freed, and for the allocator
+                hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+                resource.setrlimit(resource.RLIMIT_AS, (virtual + 3 * MOST_BYTES, hard))
             try:
                 source = read_source(kind, text)
                 error = compile_matcher(tokens, source).get_error()
@@ -124,7 +125,9 @@ def _try(tokens: Tokens, kind: str, text: str, seconds: float) -> None:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of this process, virtual and resident."""
+    """Bytes of this process, virtual and resident; 0 where the system does not tell."""
+    if not os.path.exists("/proc/self/statm"):
+        return 0, 0
     with open("/proc/self/statm") as file:
         virtual, resident, *_ = (
             int(pages) * resource.getpagesize() for pages in file.read().split()
@@ -133,7 +136,8 @@ def _memory() -> tuple[int, int]:
 
 
 def _write(trial: Trial) -> None:
-    print(json.dumps(trial), flush=True)
+    sys.stdout.write(json.dumps(trial) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
