@@ -15,7 +15,7 @@ from poss_jax.config.models import TreeConfig
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.guides import Guide
 from poss_jax.serving.bodies import ApiError, CompletionRequest
-from poss_jax.serving.requests import read_completion
+from poss_jax.serving.requests import add_guides, read_completion, submit_grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 EOS = 1
@@ -29,10 +29,13 @@ def engine() -> Tokenising:
     return engine
 
 
-def guide_of(engine: Tokenising, **fields: Any) -> Guide:
-    body = CompletionRequest(prompt=[5], **fields)
-    (prompt,) = read_completion(engine, ServeConfig(target="none"), body).prompts
-    assert prompt.guide is not None
+def guide_of(engine: Tokenising, **fields: Any) -> Guide | None:
+    """The guide of a request, as the server reads it."""
+    job = read_completion(engine, ServeConfig(target="none"), CompletionRequest(**fields))
+    if job.grammar is None:
+        return None
+    (prompt,) = add_guides(job, submit_grammar(engine, job.grammar)).prompts
+    assert isinstance(prompt.guide, Guide)
     return prompt.guide
 
 
@@ -59,26 +62,28 @@ def fits(guide: Guide, text: str) -> bool:
         ({"structured_outputs": {"json": SCHEMA}}, '{"a": -3}', "{}"),
         ({"structured_outputs": {"json": '{"type": "null"}'}}, "null", "0"),
         ({"structured_outputs": {"json_object": True}}, "{}", "{"),
+        ({"structured_outputs": {"json": {}}}, "[1, null]", "a"),
+        ({"structured_outputs": {"regex": ""}}, "", "a"),
         ({"structured_outputs": {"regex": "a+b"}}, "aaab", "aaabc"),
         ({"structured_outputs": {"choice": ["é", 'a"b\n', "c"]}}, 'a"b\n', "a"),
+        ({"structured_outputs": {"choice": ["\x00", "a\x7f"]}}, "a\x7f", "a"),
         ({"structured_outputs": {"grammar": 'start: "x" start?'}}, "xxx", "xy"),
         ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]*'}}, "x12", "12"),
     ],
     ids=str,
 )
 def test_what_matches(engine: Tokenising, fields: Any, good: str, bad: str) -> None:
-    guide = guide_of(engine, **fields)
-    assert fits(guide, good) and not fits(guide, bad)
+    guide = guide_of(engine, prompt=[5], **fields)
+    assert guide is not None and fits(guide, good) and not fits(guide, bad)
 
 
 def test_no_grammar(engine: Tokenising) -> None:
     for fields in (
         {"response_format": {"type": "text"}, "structured_outputs": {}},
         {"structured_outputs": {"json": None, "disable_any_whitespace": True}},
+        {"structured_outputs": {"json_object": False}},
     ):
-        body = CompletionRequest(prompt=[5], **fields)
-        (prompt,) = read_completion(engine, ServeConfig(target="none"), body).prompts
-        assert prompt.guide is None
+        assert guide_of(engine, prompt=[5], **fields) is None
 
 
 @pytest.mark.parametrize(
@@ -93,9 +98,30 @@ def test_no_grammar(engine: Tokenising) -> None:
         ),
         ("structured_outputs", "want json,", {"structured_outputs": {"choice": [1]}}),
         ("structured_outputs", "want json,", {"structured_outputs": {"whitespace_pattern": " "}}),
+        ("response_format", "want a type of text", {"response_format": {}}),
+        ("structured_outputs", "want at least one text", {"structured_outputs": {"choice": []}}),
+        ("structured_outputs", "No 'root' rule", {"structured_outputs": {"grammar": ""}}),
+        ("structured_outputs", "other text", {"structured_outputs": {"json": ""}}),
+        ("structured_outputs", "want json,", {"structured_outputs": {"json_object": 0}}),
         ("structured_outputs", "none empty", {"structured_outputs": {"choice": ["a", ""]}}),
         ("structured_outputs", "other text", {"structured_outputs": {"json": "[" * 9000}}),
         ("structured_outputs", "unclosed character class", {"structured_outputs": {"regex": "[a"}}),
+        ("structured_outputs", "can write none", {"structured_outputs": {"regex": r"a[^\s\S]"}}),
+        (
+            "structured_outputs",
+            "can write none",
+            {"structured_outputs": {"grammar": 'start: start "a"'}},
+        ),
+        (
+            "structured_outputs",
+            r"want no control character, got '\\x07'; write \\u0007",
+            {"structured_outputs": {"grammar": 'start: "a\a"'}},
+        ),
+        (
+            "structured_outputs",
+            r"want text, got '\\ud800'",
+            {"structured_outputs": {"regex": "\ud800"}},
+        ),
         ("structured_outputs", "lexer error", {"structured_outputs": {"grammar": 'start: "'}}),
         ("structured_outputs", "Unimplemented keys", {"structured_outputs": {"json": {"not": {}}}}),
         ("structured_outputs", "want at most", {"structured_outputs": {"regex": "a" * 70_000}}),
@@ -118,9 +144,8 @@ def test_no_grammar(engine: Tokenising) -> None:
     ids=str,
 )
 def test_what_is_refused(engine: Tokenising, param: str, message: str, fields: Any) -> None:
-    body = CompletionRequest(**{"prompt": [5]} | fields)
     with pytest.raises(ApiError, match=message) as caught:
-        read_completion(engine, ServeConfig(target="none"), body)
+        guide_of(engine, **{"prompt": [5]} | fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert "\n" not in caught.value.message
 
@@ -128,7 +153,7 @@ def test_what_is_refused(engine: Tokenising, param: str, message: str, fields: A
 def test_deep_grammars_do_not_overflow_the_stack(engine: Tokenising) -> None:
     rules = [f'r{i}: "a" r{i + 1} | r{i + 1} "b"' for i in range(1800)]
     text = "\n".join(["start: r0", *rules, 'r1800: "c"'])
-    guide_of(engine, structured_outputs={"grammar": text})
+    guide_of(engine, prompt=[5], structured_outputs={"grammar": text})
 
 
 def test_a_server_answers_as_the_engine_does() -> None:

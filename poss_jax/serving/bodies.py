@@ -70,7 +70,7 @@ def _tool(tool: Any) -> Any:
             "want the type function, and a function with a name of up to 64 letters, digits, "
             "dots, _ and -"
         )
-    if not isinstance(function.get("parameters") or {}, dict):
+    if not isinstance(function.get("parameters"), dict | None):
         raise ValueError("want the parameters as a JSON schema")
     return tool
 

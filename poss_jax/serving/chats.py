@@ -98,9 +98,9 @@ def read_caller(
     allowed = [tool for tool in tools if named in (None, tool["function"]["name"])]
     if not allowed:
         raise BadField("tool_choice", "want the name of a tool")
-    special = marks_of(engine.tokenizer, caller.form)
+    marks = marks_of(engine.tokenizer, caller.form, with_text=is_forced)
     given: Any = {"is_forced": is_forced, "is_single": is_single}
-    return caller._replace(grammar=call_grammar(caller.form, allowed, special, **given))
+    return caller._replace(grammar=call_grammar(caller.form, allowed, marks, **given))
 
 
 def _read_choice(body: ChatRequest) -> str | None:

@@ -34,8 +34,10 @@ def read_grammar(body: CommonRequest, of_calls: Grammar | None) -> Grammar | Non
 
 
 def _read_response_format(body: CommonRequest) -> Grammar | None:
-    name, fields = "response_format", body.response_format or {}
-    match fields.get("type", "text"):
+    name, fields = "response_format", body.response_format
+    if fields is None:
+        return None
+    match fields.get("type"):
         case "text":
             return None
         case "json_object":
@@ -48,7 +50,8 @@ def _read_response_format(body: CommonRequest) -> Grammar | None:
 
 def _read_structured_outputs(body: CommonRequest) -> Grammar | None:
     name, given = "structured_outputs", body.structured_outputs or {}
-    given = {key: value for key, value in given.items() if value and key not in _HARMLESS}
+    # Empty values say something: any JSON, no choice, the empty text.
+    given = {key: value for key, value in given.items() if not _is_absent(key, value)}
     if not given:
         return None
     if len(given) > 1:
@@ -65,6 +68,10 @@ def _read_structured_outputs(body: CommonRequest) -> Grammar | None:
         case {"grammar": str(text)}:
             return Grammar.lark(text, name)
     raise UserError(f"{name}: want json, json_object, regex, choice (texts) or grammar")
+
+
+def _is_absent(key: str, value: Any) -> bool:
+    return value is None or key in _HARMLESS or (key == "json_object" and value is False)
 
 
 def _read_schema(fields: Any, key: str, name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import lru_cache
@@ -14,6 +15,8 @@ from pydantic import ValidationError
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.reading import UserError, cut
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.grammar import Grammar, compiler_of
+from poss_jax.engine.guides import Guide
 from poss_jax.engine.prompts import (
     PreparedPrompt,
     Prompt,
@@ -59,6 +62,8 @@ class Job(NamedTuple):
       num_prompt_logprobs: most likely tokens to show at each of them in vLLM's form; None: none.
       has_answer: False shows the prompt alone: no token was asked for.
       caller: tools that may be called; None: none.
+      grammar: what the answers must match; None: anything. Its guides are added last, since it is
+        compiled for long (see `submit_grammar`).
       is_chat: the reply is a chat's.
       is_streamed: it comes in events.
       extras: what it holds besides: `usage` (in events), `speculation`, `token_ids`.
@@ -73,6 +78,7 @@ class Job(NamedTuple):
     num_prompt_logprobs: int | None = None
     has_answer: bool = True
     caller: Caller | None = None
+    grammar: Grammar | None = None
     is_chat: bool = False
     is_streamed: bool = False
     extras: frozenset[str] = frozenset()
@@ -208,6 +214,8 @@ def _make_job(
     if len(prompts) * (body.n or 1) > MOST_CHOICES:
         raise BadField("n", f"want at most {MOST_CHOICES} choices in all")
     stop = _read_stop(engine, config, body)
+    with _refusing("structured_outputs"):
+        grammar = read_grammar(body, caller and caller.grammar)
     prepared = _prepare_choices(engine, config, body, prompts, limit, rendering, caller)
     per_token, listed = (0 if n is None else 1 + n for n in (logprobs, body.prompt_logprobs))
     echoes = isinstance(body, CompletionRequest) and bool(body.echo)
@@ -225,10 +233,40 @@ def _make_job(
         scores_prompt=per_prompt_token > 0,
         num_prompt_logprobs=body.prompt_logprobs,
         caller=caller,
+        grammar=grammar,
         is_chat=isinstance(body, ChatRequest),
         is_streamed=bool(body.stream),
         extras=frozenset(name for name, is_wanted in extras.items() if is_wanted),
     )
+
+
+def submit_grammar(engine: Engine, grammar: Grammar) -> "Future[Guide]":
+    """Begins to compile the grammar of a job.
+
+    Raises:
+      ApiError: the target cannot follow grammars.
+    """
+    with _refusing(grammar.name):
+        vocab_size = engine.target_config.vocab_size
+        return compiler_of(engine.tokenizer, vocab_size, engine.stop_ids).submit(grammar)
+
+
+def add_guides(job: Job, compiled: "Future[Guide]") -> Job:
+    """A job whose answers follow its grammar, which is compiled.
+
+    Raises:
+      ApiError: the grammar cannot be served, or the continued tokens do not match.
+    """
+    assert job.grammar is not None
+    prompts = []
+    with _refusing(job.grammar.name):
+        for first in range(0, len(job.prompts), job.num_choices):
+            choices = job.prompts[first : first + job.num_choices]
+            ids, num_continued = choices[0].ids, choices[0].num_continued
+            guide = compiled.result().copy()
+            guide.advance(ids[len(ids) - num_continued :])
+            prompts += [choice._replace(guide=guide) for choice in choices]
+    return job._replace(prompts=prompts)
 
 
 def _check_most(config: ServeConfig, name: str, wanted: int | None) -> None:
@@ -268,8 +306,6 @@ def _prepare_choices(
     # Otherwise the answer continues the last message, and is decoded behind it.
     is_chat = rendering is not None and "continue_final_message" not in rendering.variables
     num_continued, is_bare, prepared = 0, False, []
-    with _refusing("structured_outputs"):
-        grammar = read_grammar(body, caller and caller.grammar)
     if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
         num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
         is_bare = body.add_special_tokens is False
@@ -287,7 +323,6 @@ def _prepare_choices(
                 num_continued=num_continued,
                 is_chat=is_chat,
                 shown_ids=shown_ids,
-                grammar=grammar,
                 drafts=body.draft is not False,
             )
         first = index * (body.n or 1)
@@ -365,7 +400,7 @@ def _check_ids(engine: Engine, name: str, ids: Sequence[int]) -> None:
 
 def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingConfig:
     names = [field.name for field in fields(SamplingConfig)]
-    given = {name: value for name in names if (value := getattr(body, name)) not in (None, {})}
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
         given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's value for all
     seed = secrets.randbits(32) if body.seed is None else fold_seed(body.seed)
@@ -383,7 +418,8 @@ def _check_unknown(body: CommonRequest) -> None:
     unknown = body.model_extra or {}
     for name in unknown.keys() & FOREIGN.keys():
         value, harmless = unknown[name], FOREIGN[name]
-        if value is not None and (value != harmless if harmless else value):
+        is_said = value != harmless if harmless else value or value == {}  # a schema of any JSON
+        if value is not None and is_said:
             raise BadField(name, "not served")
     for name in islice(unknown, 10):
         _warn_of_unknown(cut(ascii(name)))

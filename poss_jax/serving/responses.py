@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
@@ -31,6 +32,7 @@ from poss_jax.serving.tools import Call
 
 _HELD = ("previous_response_id", "conversation", "prompt", "background", "context_management")
 _OF_CHATS = ("n", "max_tokens", "response_format", "logprobs", "top_logprobs", "max_tool_calls")
+_NOTHING = (None, False, 0, [])
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 _REPEATED = ("metadata", "text", "tools", "tool_choice")  # in the response, as they came
 _PLAIN = {"type": "text"}
@@ -86,21 +88,24 @@ def read_response(engine: Engine, config: ServeConfig, body: ResponseRequest) ->
     try:
         with refusing_body():
             chat = ChatRequest.model_validate(fields, strict=True)
-        return read_chat(engine, config, chat)
+        job = read_chat(engine, config, chat)
     except ApiError as error:
         if error.param not in _NAMES:
             raise
         name, about = _NAMES[error.param], error.message.partition(": ")[2] or error.message
         raise BadField(name, about, code=error.code) from error
+    if (grammar := job.grammar) is None:
+        return job
+    return job._replace(grammar=replace(grammar, name=_NAMES.get(grammar.name, grammar.name)))
 
 
 def _check(body: ResponseRequest) -> None:
     """Refuses what needs a memory, and what is not served here."""
     extra = body.model_extra or {}
     for name in _HELD:
-        if extra.get(name):
+        if extra.get(name) not in _NOTHING:
             raise BadField(name, "not served, since nothing is stored")
-    refused = [name for name in _OF_CHATS if getattr(body, name, extra.get(name))]
+    refused = [name for name in _OF_CHATS if getattr(body, name, extra.get(name)) not in _NOTHING]
     refused += ["truncation"] if body.truncation not in (None, "disabled") else []
     refused += ["include"] if set(body.include or ()) - {"reasoning.encrypted_content"} else []
     for name in refused:
@@ -113,7 +118,8 @@ def _check(body: ResponseRequest) -> None:
 
 
 def _form_of(body: ResponseRequest) -> dict[str, Any]:
-    form = (body.text or {}).get("format") or _PLAIN
+    form = (body.text or {}).get("format")
+    form = _PLAIN if form is None else form
     if not isinstance(form, dict):
         raise BadField("text", "want an object as format")
     return form

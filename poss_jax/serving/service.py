@@ -15,7 +15,7 @@ poss:spec_decode_num_accepted_tokens_per_pos_total     counter by position, the 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -35,14 +35,12 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.streams import Chunks, Stream, merge
 from poss_jax.serving.bodies import ApiError, parse_body, receive_body
-from poss_jax.serving.grammars import GRAMMAR_FIELDS
 from poss_jax.serving.replies import Reply
-from poss_jax.serving.requests import Job
+from poss_jax.serving.requests import Job, add_guides, submit_grammar
 
 _KEEP_ALIVE_SECONDS = 10.0
 _POLL_SECONDS = 0.25
 _LARGE_BYTES = 2**16
-_SLOW = [name.encode() for name in (*GRAMMAR_FIELDS, "json_schema", "tool_choice", "strict")]
 _STOPS = "the server stops; try another one"
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -76,12 +74,12 @@ class Service:
     async def read(self, request: Request, kind: type[Any], read: Callable[..., Any]) -> Any:
         """Reads a request off the event loop: its body, and what `read` makes of it.
 
-        Large bodies and grammars are read one at a time, which bounds their memory. After each, the
-        reading thread rests as long as it worked, since pydantic holds the interpreter and probes
-        want their turn.
+        Large bodies are read one at a time, which bounds their memory. After each, the reading
+        thread rests as long as it worked, since pydantic holds the interpreter and probes want
+        their turn.
 
         Raises:
-          ApiError: something in it cannot be served.
+          ApiError: something in it cannot be served, or the client has left.
         """
         content = await receive_body(request)
 
@@ -91,9 +89,19 @@ class Service:
             return body, read(self.engine, self.limits, body)
 
         loop = asyncio.get_running_loop()
-        if len(content) <= _LARGE_BYTES and not any(name in content for name in _SLOW):
+        if len(content) <= _LARGE_BYTES:
             return await loop.run_in_executor(None, parse)
-        return await loop.run_in_executor(self._reader_of_large, _and_rest, parse)
+        large = loop.run_in_executor(self._reader_of_large, _and_rest, parse)
+        return await _unless_left(request, large)
+
+    async def _add_guides(self, request: Request, job: Job) -> Job:
+        """Compiles the grammar of a job, if it has one, unless the client leaves meanwhile."""
+        if job.grammar is None:
+            return job
+        compiled = await asyncio.to_thread(submit_grammar, self.engine, job.grammar)
+        with suppress(UserError):  # `add_guides` has it, too
+            await _unless_left(request, asyncio.wrap_future(compiled))
+        return await asyncio.to_thread(add_guides, job, compiled)
 
     @property
     def is_ready(self) -> bool:
@@ -158,6 +166,7 @@ class Service:
     ) -> Response:
         """Answers a request, as one body or as a stream of events."""
         arrived = time.monotonic()
+        job = await self._add_guides(request, job)
         reply = kind(self.engine, job, model=self.model)
         if job.scores_prompt:
             await self._score(job, reply)
@@ -168,7 +177,7 @@ class Service:
         if job.is_streamed:
             return _Events(reply.write_events(chunks), streams)
         try:
-            return await _until_disconnected(request, reply.write_body(chunks))
+            return JSONResponse(await _unless_left(request, reply.write_body(chunks)))
         finally:
             _cancel(streams)
 
@@ -245,16 +254,19 @@ class _Events(StreamingResponse):
             _cancel(self._streams)
 
 
-async def _until_disconnected(request: Request, body: Coroutine[Any, Any, Any]) -> Response:
-    """Waits for a body; gives up when the client leaves."""
-    task = asyncio.create_task(body)
+async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
+    """Waits for some work; cancels it when the client leaves.
+
+    Raises:
+      ApiError: the client has left.
+    """
+    task = asyncio.ensure_future(work)
     try:
         while not task.done():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(task), _POLL_SECONDS)
+            await asyncio.wait([task], timeout=_POLL_SECONDS)
             if not task.done() and await request.is_disconnected():
-                return Response(status_code=499)
-        return JSONResponse(task.result())
+                raise ApiError(499, "the client has left")
+        return task.result()
     finally:
         task.cancel()
 

@@ -87,16 +87,21 @@ def find_format(template: str) -> ToolFormat | None:
     return "llama3" if re.search(r"<\|python_tag\|>|\bparameters\b", template) else None
 
 
-def marks_of(tokenizer: Any, form: CallForm) -> dict[str, int]:
-    """Ids of the marks that are special tokens, which are text only if asked for."""
+def marks_of(tokenizer: Any, form: CallForm, *, with_text: bool = False) -> dict[str, int]:
+    """Ids of the marks that are special tokens, which are text only if asked for.
+
+    Args:
+      with_text: also of marks that are tokens and text, as in Qwen's models.
+    """
     added = tokenizer.added_tokens_decoder.items()
-    return {one.content: token for token, one in added if one.special and one.content in form[:2]}
+    marks = {one.content: token for token, one in added if one.special or with_text}
+    return {mark: marks[mark] for mark in form[:2] if mark in marks}
 
 
 def call_grammar(
     form: CallForm,
     tools: Sequence[dict[str, Any]],
-    special: Mapping[str, int],
+    marks: Mapping[str, int],
     *,
     is_forced: bool,
     is_single: bool,
@@ -104,7 +109,7 @@ def call_grammar(
     """A grammar of answers whose calls are of these tools, with arguments of their schemas.
 
     Args:
-      special: id of each mark that is a special token.
+      marks: id of each mark that is a token; one that text can hold, too, only if calls are forced.
       is_forced: the answer is calls and nothing else; otherwise text may stand before and after
         them, and only strict tools have their schemas.
       is_single: at most one call.
@@ -120,18 +125,18 @@ def call_grammar(
         head = f'{{"name": {json.dumps(function["name"])}, "{form.key}": '
         lines.append(f'call_{i}: {json.dumps(head)} args_{i} "}}"')
         lines.append(f"args_{i}: %json {json.dumps({'x-guidance': JSON_LAYOUT} | schema)}")
-    marks = {mark: json.dumps(mark) for mark in form[:2]}
-    marks |= {mark: f"<[{token}]>" for mark, token in special.items()}
+    written = {mark: json.dumps(mark) for mark in form[:2]}
+    written |= {mark: f"<[{token}]>" for mark, token in marks.items()}
     if form.end:
-        lines.append(f"end: {marks[form.end]}")
+        lines.append(f"end: {written[form.end]}")
     calls = form.one if is_single or not form.many else form.many
     if is_forced:
-        return _lark(f"start: {calls}", f"begin: {marks[form.begin]}", *lines)
+        return _lark(f"start: {calls}", f"begin: {written[form.begin]}", *lines)
     if form.bare:  # text that begins otherwise
         plain = rf"PLAIN: /\s*([^\s{form.bare}](.|\n)*)?/"
         return _lark(f"start: {calls} | PLAIN", plain, *lines)
-    lazy = "" if form.begin in special else "[lazy]"
-    begin = f"begin{lazy}: TEXT {marks[form.begin]}"
+    lazy = "" if form.begin in marks else "[lazy]"
+    begin = f"begin{lazy}: TEXT {written[form.begin]}"
     return _lark(f"start: ({calls}){'?' if is_single else '*'} TEXT", _TEXT, begin, *lines)
 
 
