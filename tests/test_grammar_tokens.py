@@ -12,6 +12,7 @@ from poss_jax import UserError
 from poss_jax.engine.grammar import Grammar, GrammarCompiler, compiler_of
 from poss_jax.engine.live import no_masks
 from poss_jax.engine.text import decode_behind
+from poss_jax.serving.tools import FORMS, call_grammar, marks_of
 
 STOP = 1
 GRAMMARS = {
@@ -108,13 +109,66 @@ def test_a_special_token_is_no_text(kind: str) -> None:
     guide, mask = compiler(kind).submit(Grammar.regex("(.|\n)*")).result(60), no_masks(VOCAB_SIZE)
     guide.fill(mask)
     tokenizer = tokenizer_of(kind)
-    tags = set(tokenizer.convert_tokens_to_ids(list(TAGS)))
+    tags = {*tokenizer.convert_tokens_to_ids(list(TAGS))}
     special = set(tokenizer.convert_tokens_to_ids([one for one in SPECIAL if one != EOS]))
     assert not special & set(allowed(mask))
     if kind in ("added", "fallback", "letters", "folding"):
         assert tags <= set(allowed(mask))
     if kind == "special":
         assert not tags & set(allowed(mask))
+
+
+TOOL = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+
+
+def calls_of(kind: str, *, is_forced: bool, is_single: bool = False) -> Grammar:
+    form, tools = FORMS["hermes"], [{"type": "function", "function": TOOL}]
+    marks = marks_of(tokenizer_of(kind), form, with_text=is_forced)
+    return call_grammar(form, tools, marks, is_forced=is_forced, is_single=is_single)
+
+
+@pytest.mark.parametrize("kind", POOL)
+@pytest.mark.parametrize("is_single", [True, False])
+def test_forced_calls_are_written_with_their_marks(kind: str, is_single: bool) -> None:
+    grammar = calls_of(kind, is_forced=True, is_single=is_single)
+    tokens, tokenizer = write(kind, grammar, np.random.default_rng(0)), tokenizer_of(kind)
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    assert text == f"<tool_call>\n{CALL}\n</tool_call>"
+    if kind != "plain":
+        marks = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+        assert [tokens[0], tokens[-1]] == marks
+
+
+@pytest.mark.parametrize("kind", POOL)
+def test_a_strict_tool_may_be_called_and_then_has_its_schema(kind: str) -> None:
+    guide, mask = (
+        compiler(kind).submit(calls_of(kind, is_forced=False)).result(60),
+        no_masks(VOCAB_SIZE),
+    )
+    for token in spell(tokenizer_of(kind), "hi <tool_call>"):
+        guide.fill(mask)
+        assert token in allowed(mask)
+        guide.advance([token])
+    written: list[int] = []
+    while True:
+        guide.fill(mask)
+        choices = allowed(mask)
+        if STOP in choices:
+            break
+        written.append(choices[0])
+        guide.advance(choices[:1])
+    text = tokenizer_of(kind).decode(written, skip_special_tokens=False)
+    assert text == f"\n{CALL}\n</tool_call>"
 
 
 def test_text_that_no_token_writes_is_refused_at_once() -> None:

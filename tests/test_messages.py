@@ -16,7 +16,7 @@ from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.serving import chats
 from poss_jax.serving.bodies import ApiError, ChatRequest
 from poss_jax.serving.replies import Reply
-from poss_jax.serving.requests import Job, read_chat
+from poss_jax.serving.requests import Job, add_guides, read_chat, submit_grammar
 
 TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name }}\n"
@@ -44,6 +44,11 @@ class Tokenising(Engine):
         self.tokenizer, self.max_length, self.stop_ids = tokenizer, 1000, [2]
         self.target_config: Any = SimpleNamespace(vocab_size=10_000)
         self.fingerprint = ""
+
+
+def guided(engine: Engine, job: Job) -> Job:
+    """A job whose grammar is compiled, as the service does it."""
+    return add_guides(job, submit_grammar(engine, job.grammar)) if job.grammar else job
 
 
 def read(messages: Any, tokenizer: Any) -> list[int]:

@@ -188,7 +188,8 @@ def test_settings_are_those_of_chats() -> None:
     ids=str,
 )
 def test_what_constrains_an_answer(fields: Any) -> None:
-    assert read(**fields)[1].prompts[0].guide is not None
+    grammar = read(**fields)[1].grammar
+    assert grammar is not None and grammar.name == ("tools" if "tools" in fields else "text")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jsonschema_rs
 import pytest
 from serving import MODEL, serving, until
 from test_grammar import PERSON, draw_engine
-from test_messages import Tokenising
+from test_messages import Tokenising, guided
 from test_text import BYTE_LEVEL
 
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
@@ -15,7 +15,7 @@ from poss_jax.config.models import TreeConfig
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.guides import Guide
 from poss_jax.serving.bodies import ApiError, CompletionRequest
-from poss_jax.serving.requests import add_guides, read_completion, submit_grammar
+from poss_jax.serving.requests import read_completion
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 EOS = 1
@@ -32,10 +32,8 @@ def engine() -> Tokenising:
 def guide_of(engine: Tokenising, **fields: Any) -> Guide | None:
     """The guide of a request, as the server reads it."""
     job = read_completion(engine, ServeConfig(target="none"), CompletionRequest(**fields))
-    if job.grammar is None:
-        return None
-    (prompt,) = add_guides(job, submit_grammar(engine, job.grammar)).prompts
-    assert isinstance(prompt.guide, Guide)
+    (prompt,) = guided(engine, job).prompts
+    assert prompt.guide is None or isinstance(prompt.guide, Guide)
     return prompt.guide
 
 

@@ -12,7 +12,7 @@ from chat_templates import KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_asking import user
-from test_messages import Tokenising
+from test_messages import Tokenising, guided
 
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.reading import UserError
@@ -210,7 +210,8 @@ def test_one_call_at_a_time() -> None:
 def ask(name: str, messages: Any = None, **fields: Any) -> Job:
     fields = {"messages": messages or [user("hi")], "tools": [TOOL]} | fields
     body = parse_body(ChatRequest, json.dumps(fields).encode())
-    return read_chat(engine_of(name), CONFIG, body)
+    engine = engine_of(name)
+    return guided(engine, read_chat(engine, CONFIG, body))
 
 
 def engine_of(name: str) -> Tokenising:
