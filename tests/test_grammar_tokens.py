@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizer_pool import EOS, POOL, SPECIAL, TAGS, VOCAB_SIZE, spell, tokenizer_of
+from tokenizer_pool import EOS, POOL, SPECIAL, TAGS, VOCAB_SIZE, ids_of, spell, tokenizer_of
 
 from poss_jax import UserError
 from poss_jax.engine.grammar import Grammar, GrammarCompiler, compiler_of
@@ -81,7 +81,7 @@ def test_tags_are_text(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", POOL)
 def test_tokens_have_the_bytes_that_they_decode_to(kind: str) -> None:
     tokenizer, tokens = tokenizer_of(kind), compiler(kind)._tokens.tokens
-    special = set(tokenizer.convert_tokens_to_ids([*SPECIAL, *(TAGS if kind == "special" else ())]))
+    special = {*ids_of(kind, SPECIAL), *(ids_of(kind, TAGS) if kind == "special" else ())}
     ordinary = [token for token in range(len(tokenizer)) if token not in special]
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -97,7 +97,7 @@ def test_tokens_have_the_bytes_that_they_decode_to(kind: str) -> None:
 def test_what_must_follow_is_split_as_the_model_reads_it(kind: str) -> None:
     text, tokenizer = "<think>the weather</think>", tokenizer_of(kind)
     tokens = write(kind, Grammar.choice([text]), np.random.default_rng(0))
-    begin, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    begin, end = ids_of(kind, ["<think>", "</think>"])
     inside = spell(tokenizer, "xthe weather")[1:]
     assert tokens[0] == begin and tokens[-1] == end
     assert len(tokens) <= len(inside) + 2 and read(kind, tokens) == text
@@ -108,9 +108,7 @@ def test_a_special_token_is_no_text(kind: str) -> None:
     """Not even of a grammar that allows all text."""
     guide, mask = compiler(kind).submit(Grammar.regex("(.|\n)*")).result(60), no_masks(VOCAB_SIZE)
     guide.fill(mask)
-    tokenizer = tokenizer_of(kind)
-    tags = {*tokenizer.convert_tokens_to_ids(list(TAGS))}
-    special = set(tokenizer.convert_tokens_to_ids([one for one in SPECIAL if one != EOS]))
+    tags, special = {*ids_of(kind, TAGS)}, {*ids_of(kind, [one for one in SPECIAL if one != EOS])}
     assert not special & set(allowed(mask))
     if kind in ("added", "fallback", "letters", "folding"):
         assert tags <= set(allowed(mask))
@@ -145,7 +143,7 @@ def test_forced_calls_are_written_with_their_marks(kind: str, is_single: bool) -
     text = tokenizer.decode(tokens, skip_special_tokens=False)
     assert text == f"<tool_call>\n{CALL}\n</tool_call>"
     if kind != "plain":
-        marks = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+        marks = ids_of(kind, ["<tool_call>", "</tool_call>"])
         assert [tokens[0], tokens[-1]] == marks
 
 

@@ -8,6 +8,8 @@ plain     tags are spelled
 folding   text is normalised before it is split; added tags
 """
 
+import json
+from collections.abc import Sequence
 from functools import lru_cache
 
 from tokenizers import (
@@ -75,11 +77,15 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
 
 def _unmark(model: Tokenizer, names: list[str]) -> Tokenizer:
     """The same tokenizer, in which some special tokens are ordinary ones."""
-    import json
-
     spec = json.loads(model.to_str())
     spec["added_tokens"] = [one for one in spec["added_tokens"] if one["content"] not in names]
     return Tokenizer.from_str(json.dumps(spec))
+
+
+def ids_of(kind: str, names: Sequence[str]) -> list[int]:
+    """Tokens of these names, as far as there are any."""
+    vocabulary = tokenizer_of(kind).get_vocab()
+    return [vocabulary[name] for name in names if name in vocabulary]
 
 
 def spell(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
