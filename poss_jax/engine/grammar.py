@@ -130,7 +130,9 @@ class GrammarCompiler:
         self._kept: OrderedDict[Grammar, tuple[Guide | str, int]] = OrderedDict()  # and its bytes
         self._queue: PriorityQueue[_Order] = PriorityQueue()
         self._count = itertools.count()
-        start_with_deep_stack(threading.Thread(target=self._work, daemon=True))
+        default = threading.stack_size(STACK_BYTES)
+        threading.Thread(target=self._work, name="poss-grammar-compiler", daemon=True).start()
+        threading.stack_size(default)
 
     def submit(self, grammar: Grammar) -> "Future[Guide]":
         """Puts a grammar into the queue; one that is cancelled is dropped.
@@ -214,15 +216,19 @@ class _Trials:
         atexit.register(self.close)
 
     def run(self, grammar: Grammar, seconds: float) -> Trial:
-        """Tries a grammar for some CPU seconds."""
-        process = self._process or self._start()
+        """Tries a grammar for some CPU seconds.
+
+        Raises:
+          UserError: the process was ended.
+        """
         line = ""
-        with suppress(OSError):  # it was ended
+        with suppress(OSError):
+            process = self._process or self._start()
             self._send(process, json.dumps([grammar.kind, grammar.source, seconds]))
             line = process.stdout.readline() if process.stdout else ""
         if not line:
             self.close()
-            return Trial("memory")
+            raise UserError(f"{grammar.name}: the process that tries grammars has ended; try again")
         return Trial(*json.loads(line))
 
     def _start(self) -> "subprocess.Popen[str]":
@@ -275,15 +281,6 @@ def _find_compiler(
         return GrammarCompiler(tokenizer, vocab_size, stop_ids)
     except UserError as error:
         return str(error)
-
-
-def start_with_deep_stack(thread: threading.Thread) -> None:
-    """Starts a thread whose stack holds any grammar."""
-    default = threading.stack_size(STACK_BYTES)
-    try:
-        thread.start()
-    finally:
-        threading.stack_size(default)
 
 
 def _check_size(grammar: Grammar) -> None:
