@@ -287,6 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = TINY if args.tiny else SIZES
     stages = list_stages(sizes)
     is_whole = run_queue(stages, ROOT, seconds=60 * args.minutes)
+    if args.tiny:
+        print("a rehearsal: its numbers and decisions mean nothing")
     print("\n".join(summarise(stages, ROOT, sizes)))
     if not is_whole:
         raise SystemExit(1)
