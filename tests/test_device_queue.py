@@ -19,8 +19,8 @@ from benchmarks.device import Stage, run_queue
 
 stages = [
     Stage("quick", 60, "echo quick >> trace; echo '{}' > $OUT/report.json"),
-    Stage("slow", 60, "echo slow >> trace; [ -e go ] || (sleep 61; echo orphan >> trace)"),
-    Stage("stuck", 1, "echo stuck >> trace; sleep 62"),
+    Stage("slow", 60, "echo slow >> trace; [ -e go ] || { sleep 60 & echo $! > child; wait; }"),
+    Stage("stuck", 1, "echo stuck >> trace; sleep 60"),
     Stage("fails", 60, "echo fails >> trace; [ -e go ]"),
 ]
 print(run_queue(stages, Path("runs"), seconds=100))
@@ -36,8 +36,9 @@ def start_queue(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def is_running(command: str) -> bool:
-    return subprocess.run(["pgrep", "-fx", command], stdout=subprocess.DEVNULL).returncode == 0
+def is_running(child: Path) -> bool:
+    status = Path("/proc", child.read_text().strip() or "none", "status")
+    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 def wait_until(condition: Any) -> None:
@@ -48,11 +49,11 @@ def wait_until(condition: Any) -> None:
 
 
 def test_a_queue_that_was_killed_goes_on(tmp_path: Path) -> None:
-    trace = tmp_path / "trace"
+    trace, child = tmp_path / "trace", tmp_path / "child"
     with start_queue(tmp_path) as queue:
-        wait_until(lambda: is_running("sleep 61"))
+        wait_until(lambda: child.exists() and is_running(child))
         queue.send_signal(signal.SIGTERM)
-    wait_until(lambda: not is_running("sleep 61"))
+    wait_until(lambda: not is_running(child))
     assert trace.read_text().split() == ["quick", "slow"]
     (tmp_path / "go").touch()
     with start_queue(tmp_path) as queue:
