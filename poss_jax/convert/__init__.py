@@ -1,6 +1,7 @@
 """Converting the checkpoints people have into our model folders, and back.
 
 source.py      a folder or Hub id as a table of tensors that are read on demand
+tensors.py     tensors that are read when they are wanted
 gguf_file.py   a GGUF file: its metadata, and its tensors, which are dequantised
 gguf_source.py   such a file in Hugging Face's terms: config and weights
 gguf_tokenizer.py  and its tokenizer

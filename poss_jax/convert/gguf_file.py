@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from poss_jax.config.json_reading import check_own_file
 from poss_jax.config.reading import UserError, shorten
-from poss_jax.convert.source import map_array
+from poss_jax.convert.tensors import map_array
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType

@@ -22,7 +22,8 @@ from poss_jax.config.numbers import (
 from poss_jax.config.reading import UserError, shorten
 from poss_jax.convert.gguf_file import GgufFile, StoredTensor, make_scratch, shortest
 from poss_jax.convert.gguf_tokenizer import special_id, stop_ids, token_list, write_tokenizer
-from poss_jax.convert.source import LazyTensor, Source
+from poss_jax.convert.source import Source
+from poss_jax.convert.tensors import LazyTensor
 
 # Metadata of the model, by its key behind the architecture -> key of config.json, type.
 _CONFIG_KEYS = {

@@ -27,7 +27,8 @@ from poss_jax.convert.eagle3 import UNPLACED
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.names import HEAD, source_key
 from poss_jax.convert.reading import DType, Reading, Row, list_counts, place_specialists
-from poss_jax.convert.source import LazyTensor, cut_tensors, open_source
+from poss_jax.convert.source import open_source
+from poss_jax.convert.tensors import LazyTensor, cut_tensors
 from poss_jax.model.families.eagle3 import default_aux_layers
 from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.model.quantise import is_quantisable, quantise_items

@@ -7,13 +7,12 @@ is imported late: that is slow, and folders do not need it.
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -23,7 +22,9 @@ from poss_jax.checkpoint.record import TOKENIZER_FILES
 from poss_jax.checkpoint.sums import SUMS_FILE, check_file, read_sums
 from poss_jax.config.json_reading import check_own_file, parse_object, read_json
 from poss_jax.config.reading import UserError
-from poss_jax.convert.names import plain_name, split_rows
+from poss_jax.convert.gguf_file import find_gguf, open_gguf
+from poss_jax.convert.names import plain_name
+from poss_jax.convert.tensors import LazyTensor, map_array
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).
 # Weights by their usual names: some repositories hold a second copy under another.
@@ -50,23 +51,6 @@ _DTYPES = {
     "I64": "int64",
     "BOOL": "bool",
 }
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A tensor of a checkpoint that has not been read yet.
-
-    Attributes:
-      file: file that holds it.
-      shape: shape that the file states.
-      dtype: NumPy's name, or the file's own for types we do not read.
-      read: returns the array.
-    """
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    read: Callable[[], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -213,8 +197,7 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
 
 
 def _open_local(path: Path, revision: str | None, *, weights: bool) -> Source:
-    from poss_jax.convert.gguf_file import find_gguf, open_gguf  # they build on this module
-    from poss_jax.convert.gguf_source import GgufSource
+    from poss_jax.convert.gguf_source import GgufSource  # it builds on this module
 
     if revision is not None:
         raise UserError(
@@ -268,20 +251,6 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
         listed = ", ".join(f"{key} in {file}" for key, file in wrong[:20])
         raise UserError(f"{weights} and its shards disagree about {listed}; fetch the files again")
     return dict(tensors)
-
-
-def cut_tensors(tensors: Mapping[str, LazyTensor], keys: Iterable[str]) -> dict[str, LazyTensor]:
-    """Replaces tensors by their parts, where keys name rows of them (`split_rows`)."""
-    cut = dict(tensors)
-    for key in keys:
-        name, rows = split_rows(key)
-        if rows is not None:
-            whole = tensors[name]
-            cut.pop(name, None)
-            shape = (rows.stop - rows.start, *whole.shape[1:])
-            read = partial(lambda whole, rows: whole.read()[rows], whole, rows)
-            cut[key] = replace(whole, shape=shape, read=read)
-    return cut
 
 
 def _verify(folder: Path, names: Iterable[str]) -> set[str]:
@@ -349,12 +318,6 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
             yield key, LazyTensor(path, shape, dtype, partial(map_array, path, start, shape, dtype))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
-
-
-def map_array(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Maps a tensor, so that it costs no memory; `get_tensor` would copy it."""
-    array = np.memmap(path, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, "r", start, shape)
-    return np.require(array, requirements="A")  # no file has to align its tensors
 
 
 # --------------------------------------------------------------------------------------------------
