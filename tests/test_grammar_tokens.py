@@ -103,6 +103,12 @@ def test_what_must_follow_is_split_as_the_model_reads_it(kind: str) -> None:
     assert len(tokens) <= len(inside) + 2 and read(kind, tokens) == text
 
 
+def test_a_long_text_that_must_follow_is_split_at_its_beginning() -> None:
+    tokens = compiler("added")._tokens
+    ids = tokens("weather " * 7500)
+    assert b"".join(tokens.tokens[token] for token in ids) == b"weather " * 32
+
+
 @pytest.mark.parametrize("kind", POOL)
 def test_a_special_token_is_no_text(kind: str) -> None:
     """Not even of a grammar that allows all text."""

@@ -111,6 +111,19 @@ def test_fields_of_other_engines_are_not_ignored(name: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
+@pytest.mark.parametrize("name", ["guided_json", "json_schema"])
+def test_an_empty_schema_is_one(name: str) -> None:
+    with pytest.raises(ApiError, match=f"{name}: not served"):
+        read_completion(engine(), CONFIG, CompletionRequest(prompt=[5], **{name: {}}))
+
+
+def test_no_bias_replaces_the_server_s() -> None:
+    config = ServeConfig(target="none", sampling={"logit_bias": {3: 1.0}})  # type: ignore[arg-type]
+    for given, want in ((None, {3: 1.0}), ({}, {})):
+        body = CompletionRequest(prompt=[5], logit_bias=given)
+        assert read_completion(engine(), config, body).prompts[0].sampling.logit_bias == want
+
+
 def test_fields_of_other_engines_that_change_nothing() -> None:
     for empty in (FOREIGN, dict.fromkeys(FOREIGN), {"bad_words": [], "guided_json": ""}):
         assert read_completion(engine(), CONFIG, CompletionRequest(prompt=[5], **empty)).prompts

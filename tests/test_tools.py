@@ -286,7 +286,7 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def with_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+def with_schema(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "time", "parameters": schema, **more}}
 
 
@@ -298,6 +298,8 @@ def with_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
         ("chatml, tools", "tools", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
         ("chatml, tools", "tools", {"tools": [{"type": "web", "function": {"name": "a"}}]}),
         ("chatml, tools", "tools", {"tools": [TOOL] * 129}),
+        ("chatml, tools", "tools", {"tools": [with_schema([])]}),
+        ("chatml, tools", "tools", {"tools": [with_schema(False)]}),
         ("chatml, tools", "tool_choice", {"tool_choice": "any"}),
         ("chatml, tools", "tool_choice", {"tool_choice": {"type": "function"}}),
         ("chatml, tools", "tool_choice", {"tool_choice": named("other")}),
