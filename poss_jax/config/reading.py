@@ -24,7 +24,13 @@ ConfigT = TypeVar("ConfigT")
 
 
 class UserError(Exception):
-    """Bad input: programs print its one line (wanted, got, what to do) and exit with code 2."""
+    """Bad input: programs print its one line (wanted, got, what to do) and exit with code 2.
+
+    Line ends are joined and control characters escaped: the message may quote names of a file.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(" ".join(message.splitlines())))
 
 
 def is_out_of_memory(error: Exception) -> bool:
