@@ -26,7 +26,7 @@ import httpx
 from tqdm import tqdm
 
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.reading import UserError, lone_surrogates, shorten
+from poss_jax.config.reading import UserError, lone_surrogates, printable, shorten
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue
@@ -192,7 +192,8 @@ class ChatClient:
         seconds = min(_FIRST_WAIT * 2 ** (number - 1), _LONGEST_WAIT)
         seconds = max(seconds * random.uniform(0.5, 1), _seconds_of(retry_after))
         if seconds >= _SAID_WAIT:
-            tqdm.write(f"{self._url}: {got}; next try in {seconds:.0f} s", file=sys.stderr)
+            line = f"{self._url}: {got}; next try in {seconds:.0f} s"
+            tqdm.write(printable(line), file=sys.stderr)
         return self._closed.wait(seconds)
 
     def _parse(self, content: bytes) -> Any:
