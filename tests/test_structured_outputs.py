@@ -61,6 +61,7 @@ def fits(guide: Guide, text: str) -> bool:
         ({"structured_outputs": {"json": '{"type": "null"}'}}, "null", "0"),
         ({"structured_outputs": {"json_object": True}}, "{}", "{"),
         ({"structured_outputs": {"json": {}}}, "[1, null]", "a"),
+        ({"structured_outputs": {"json": {"type": "integer", "maximum": 10**30}}}, "7", "a"),
         ({"structured_outputs": {"regex": ""}}, "", "a"),
         ({"structured_outputs": {"regex": "a+b"}}, "aaab", "aaabc"),
         ({"structured_outputs": {"choice": ["é", 'a"b\n', "c"]}}, 'a"b\n', "a"),

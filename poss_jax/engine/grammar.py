@@ -60,8 +60,9 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: dict[str, Any], name: str = "json_schema") -> "Grammar":
         """JSON of a schema, in one line; the schema's `x-guidance` may ask for another layout."""
+        text = json.dumps(schema)  # so that numbers may have more than 64 bits
         try:
-            source = _llguidance().LLMatcher.grammar_from_json_schema(schema, defaults=JSON_LAYOUT)
+            source = _llguidance().LLMatcher.grammar_from_json_schema(text, defaults=JSON_LAYOUT)
         except ValueError as error:
             raise UserError(f"{name}: {one_line(error)}") from error
         return cls(source, name)

@@ -4,21 +4,24 @@ Each is refused in one line, or its masks lead to texts that match. Nothing take
 """
 
 import json
+import re
 import time
 from typing import Any
 
+import jsonschema_rs
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from test_grammar_tokens import STOP, allowed, compiler
 from test_messages import Tokenising
-from tokenizer_pool import POOL, TAGS, VOCAB_SIZE, tokenizer_of
+from tokenizer_pool import POOL, TAGS, VOCAB_SIZE, ids_of, tokenizer_of
 
 from poss_jax import UserError
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.guides import Guide
 from poss_jax.engine.live import no_masks
+from poss_jax.engine.text import decode_behind
 from poss_jax.serving.bodies import ApiError, ChatRequest, parse_body
 from poss_jax.serving.requests import Job, add_guides, read_chat, submit_grammar
 
@@ -169,11 +172,20 @@ def test_grammars(kind: str, drawn: tuple[Any, Any], seed: int) -> None:
         check_message(str(error))
     else:
         tokens = write(guide, seed)
-        if tokens is not None and make in (Grammar.json_schema, Grammar.choice):
-            text = tokenizer_of(kind).decode(tokens, skip_special_tokens=False)
-            if make is Grammar.json_schema:
-                json.loads(str(text))
+        if tokens is not None:
+            text = decode_behind(tokenizer_of(kind), ids_of(kind, ["x"])[0], tokens)
+            check_text(make, given_, text)
     assert time.process_time() - begun < CPU_SECONDS
+
+
+def check_text(make: Any, source: Any, text: str) -> None:
+    """A whole answer matches."""
+    if make is Grammar.choice:
+        assert text in source
+    elif make is Grammar.json_schema:
+        jsonschema_rs.validate(source, json.loads(text))
+    elif make is Grammar.regex and source in PATTERNS:
+        assert re.fullmatch(source, text)
 
 
 @given(st.sampled_from(POOL), TOOLS, CHOICES, SEEDS)
