@@ -570,6 +570,31 @@ def test_usage(served: Served, client: openai.OpenAI) -> None:
     )
 
 
+def test_an_answer_carries_its_acceptance_as_in_vllm(served: Served, client: openai.OpenAI) -> None:
+    """Also in the last event of a stream that shows its usage, and in responses."""
+    names = [f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens")]
+    names.append("vllm:spec_decode_num_accepted_tokens_total")
+    names = [f'{name}{{engine="0",model_name="tiny"}}' for name in names]
+    before = [served.metric(name) for name in names]
+    options: Any = {"max_tokens": N, "temperature": 0}
+    found = ask(client, **options).metrics["speculative_decoding"]
+    after = [served.metric(name) for name in names]
+    keys = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    assert np.subtract(after, before).tolist() == [found[key] for key in keys]
+    assert found["num_accepted_draft_tokens"] > 0
+    assert found["num_spec_tokens"] == served.engine.max_accepted
+    streamed = ask(client, stream=True, stream_options={"include_usage": True}, **options)
+    *events, last = streamed
+    assert last.metrics["speculative_decoding"] == found
+    assert not any(hasattr(event, "metrics") for event in events)
+    body = {"input": CHAT, "max_output_tokens": N, "temperature": 0}
+    response = served.post("/v1/responses", body).json()
+    assert response["metrics"]["speculative_decoding"] == found
+    assert not hasattr(complete(client, PROMPTS, max_tokens=N), "metrics")
+    alone = ask(client, extra_body={"draft": False}, **options)
+    assert alone.metrics["speculative_decoding"]["num_spec_steps"] == 0
+
+
 def test_usage_counts_what_was_cached(served: Served, client: openai.OpenAI) -> None:
     names = [f"poss:prefix_cache_{name}_total" for name in ("queries", "hits")]
     before = [served.metric(name) for name in names]
@@ -790,6 +815,11 @@ def test_metrics(served: Served, client: openai.OpenAI) -> None:
         assert grown[f"poss:{name}_seconds_count"] == 1
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
         assert after[f"poss:{name}"] == 0
+    labels = 'engine="0",model_name="tiny"'
+    for name in ("generation_tokens_total", "time_to_first_token_seconds_count"):
+        assert after[f"vllm:{name}{{{labels}}}"] == after[f"poss:{name}"]
+    bucket = f'vllm:request_time_per_output_token_seconds_bucket{{{labels},le="+Inf"}}'
+    assert after[bucket] == after["poss:time_per_output_token_seconds_count"]
 
 
 def test_request_ids(served: Served) -> None:

@@ -329,6 +329,16 @@ def test_messages_that_the_template_leaves_out(role: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
+@pytest.mark.parametrize("name", ["chatml, tools", "mistral, tools"])
+def test_an_answer_of_json_holds_no_calls(name: str) -> None:
+    """Its strings may hold marks; text that matches another grammar may hold calls."""
+    assert ask(name, response_format=JSON).caller is None
+    assert ask(name, structured_outputs={"json": {"type": "object"}}).caller is None
+    assert ask(name, response_format={"type": "text"}).caller == ask(name).caller
+    assert ask(name, structured_outputs={"regex": "(.|\\n)*"}).caller == ask(name).caller
+    assert ask(CALLING["llama3"], response_format=JSON).caller is not None  # its calls are JSON
+
+
 def test_tools_count_as_text() -> None:
     large = {"type": "function", "function": {"name": "f", "description": "a b " * 50_000}}
     with pytest.raises(ApiError) as caught:

@@ -113,6 +113,13 @@ class Engine:
         self.stop_ids = sorted({*self.target_config.eos_token_ids, *eos})
         self.max_length = check_length(max_length, self.target_config.max_position_embeddings)
 
+    @property
+    def max_accepted(self) -> int:
+        """Most drafted tokens that a round can accept; 0 without a draft."""
+        if self.draft_config is None:
+            return 0
+        return max((tree.max_accepted for tree in self.trees.values() if tree), default=0)
+
     @classmethod
     def load(
         cls,

@@ -5,6 +5,7 @@ service.py     what the endpoints share: reads a request, submits it, answers; w
 bodies.py      bodies of requests: their fields, received, bounded, parsed; errors of the API
 requests.py    bodies -> jobs for the scheduler
 replies.py     chunks of answers -> bodies and events
+acceptance.py  what answers say about their drafts
 responses.py   /v1/responses, translated to chats and back
 guard.py       checks of every request: key, size, id, access log
 server.py      uvicorn's server: draining

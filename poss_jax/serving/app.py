@@ -20,7 +20,6 @@ from typing import Any
 import jax
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -214,7 +213,7 @@ def _add_state(app: FastAPI) -> None:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Metrics in Prometheus' format."""
-        text = generate_latest(service_of(request).metrics.registry)
+        text = service_of(request).metrics.render()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

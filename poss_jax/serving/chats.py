@@ -91,7 +91,8 @@ def read_caller(
     caller = Caller(FORMS[form], frozenset(tool["function"]["name"] for tool in tools), is_single)
     is_forced = named is not None or body.tool_choice == "required"
     if not (is_forced or any(tool["function"].get("strict") for tool in tools)):
-        return caller
+        # Marks in an answer of JSON are letters of its strings.
+        return None if _is_json(body) and not caller.form.bare else caller
     if body.response_format or body.structured_outputs:
         message = "not served together with strict tools or a forced call"
         raise BadField("response_format", message)
@@ -101,6 +102,14 @@ def read_caller(
     marks = marks_of(engine.tokenizer, caller.form, with_text=is_forced)
     given: Any = {"is_forced": is_forced, "is_single": is_single}
     return caller._replace(grammar=call_grammar(caller.form, allowed, marks, **given))
+
+
+def _is_json(body: ChatRequest) -> bool:
+    """True if the answer must be JSON."""
+    is_json = (body.response_format or {}).get("type", "text") != "text"
+    return is_json or any(
+        name in (body.structured_outputs or {}) for name in ("json", "json_object")
+    )
 
 
 def _read_choice(body: ChatRequest) -> str | None:

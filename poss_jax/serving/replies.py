@@ -4,7 +4,6 @@ import json
 import re
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from poss_jax.engine.text import (
     special_names,
     token_bytes,
 )
+from poss_jax.serving.acceptance import count_accepted, describe_acceptance
 from poss_jax.serving.bodies import ApiError
 from poss_jax.serving.requests import Job
 from poss_jax.serving.tools import Call, CallReader
@@ -158,7 +158,7 @@ class Reply:
                 elif (data := self.take(*item)) is not None:
                     yield event(data)
             if "usage" in self._job.extras:
-                yield event(self._event([]) | {"usage": self.usage()})
+                yield event(self._event([]) | {"usage": self.usage()} | self.metrics())
             yield DONE
         except ApiError as error:
             yield event(error.body())
@@ -166,15 +166,13 @@ class Reply:
     def body(self) -> dict[str, Any]:
         """The whole reply, once all choices have ended."""
         choices = [self._choice(index) for index in range(len(self._answers))]
-        whole = self._about | {"choices": choices, "usage": self.usage()}
+        whole = self._about | {"choices": choices, "usage": self.usage()} | self.metrics()
         is_listed = self._job.is_chat and self._job.num_prompt_logprobs is not None
         return whole | {"prompt_logprobs": self._scored[0]} if is_listed else whole
 
     def usage(self) -> dict[str, Any]:
         """Token counts, and (ours) counts of drafted tokens."""
         answers = [answer for answer in self._answers if answer is not None]
-        rounds = [count for answer in answers for count in answer.accepted_per_round]
-        positions = Counter(i for count in rounds for i in range(1, count + 1))
         completion = sum(map(len, self._tokens))
         prompt = sum(len(one.ids) for one in self._job.prompts[:: self._job.num_choices])
         firsts = self._answers[:: self._job.num_choices]
@@ -184,13 +182,15 @@ class Reply:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "speculation": {
-                "rounds": len(rounds),
-                "accepted_tokens": sum(rounds),
-                "acceptance_length": sum(rounds) / len(rounds) + 1 if rounds else 1.0,
-                "accepted_per_position": [positions[i] for i in range(1, len(positions) + 1)],
-            },
+            "speculation": count_accepted(answers),
         }
+
+    def metrics(self) -> dict[str, Any]:
+        """The acceptance of a single answer in vLLM's place; nothing without a draft."""
+        most, answer = self._engine.max_accepted, self._answers[0]
+        if answer is None or len(self._answers) > 1 or not most:
+            return {}
+        return {"metrics": {"speculative_decoding": describe_acceptance(answer, most)}}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._job.is_chat else "text_completion"

@@ -218,6 +218,7 @@ class ResponseReply(Reply):
         for one in self._end_message(status, is_wanted=not self._items):
             yield one
         ended = {"status": status, "output": self._items, "usage": _read_usage(whole["usage"])}
+        ended |= self.metrics()
         ended |= {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
         yield self._tell(f"response.{status}", response=self._begun | ended)
 

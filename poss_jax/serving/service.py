@@ -1,6 +1,7 @@
 """The service behind the endpoints: reads requests, submits them, answers them, and measures.
 
-Metrics are in Prometheus' text format, with the names that vLLM and inference gateways use.
+Metrics are in Prometheus' text format, with the names that vLLM and inference gateways use after
+`poss:`; those that vLLM has, too, follow under its own names.
 
 poss:num_requests_waiting            gauges: requests in the queue, decoded, share of slots in use
 poss:num_requests_running
@@ -23,7 +24,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.types import Receive, Scope, Send
 
@@ -42,6 +43,17 @@ _KEEP_ALIVE_SECONDS = 10.0
 _POLL_SECONDS = 0.25
 _LARGE_BYTES = 2**16
 _STOPS = "the server stops; try another one"
+_VLLM_NAMES = {
+    f"poss:{name}": f"vllm:{name}"
+    for name in (
+        *("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"),
+        *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"),
+        *("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_success"),
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+        *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
+    )
+}
+_VLLM_NAMES["poss:time_per_output_token_seconds"] = "vllm:request_time_per_output_token_seconds"
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 
@@ -60,8 +72,8 @@ class Service:
     def __init__(self, config: ServeConfig, engine: Engine, scheduler: Scheduler) -> None:
         self.config, self.engine, self.scheduler = config, engine, scheduler
         self.limits = replace(config, max_length=scheduler.max_length)
-        self.metrics = Metrics(scheduler)
         self.model = config.model_name or as_path(config.target).name
+        self.metrics = Metrics(scheduler, self.model)
         self.is_draining = False
         self._reader_of_large, self._scorer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
@@ -281,8 +293,8 @@ class Metrics:
       whole: seconds from arrival to the end.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, model: str) -> None:
+        self._scheduler, self._model = scheduler, model
         self.registry = CollectorRegistry()
         self.registry.register(self)  # type: ignore[arg-type]
 
@@ -292,6 +304,10 @@ class Metrics:
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to first token")
         self.per_token = histogram("time_per_output_token_seconds", "Per token after the first")
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end")
+
+    def render(self) -> bytes:
+        """All metrics as text."""
+        return generate_latest(self.registry) + generate_latest(_OfVllm(self.registry, self._model))
 
     def collect(self) -> Iterator[Metric]:
         """Reads the scheduler's counts."""
@@ -327,3 +343,21 @@ class Metrics:
         for reason, count in dict(stats.finished).items():
             ended.add_metric([reason], count)
         yield ended
+
+
+class _OfVllm(CollectorRegistry):
+    """Metrics that vLLM has, too, with its names and labels."""
+
+    def __init__(self, own: CollectorRegistry, model: str) -> None:
+        super().__init__()
+        self._own, self._labels = own, {"engine": "0", "model_name": model}
+
+    def collect(self) -> Iterator[Metric]:
+        """Reads our metrics."""
+        for metric in self._own.collect():
+            if (name := _VLLM_NAMES.get(metric.name)) is not None:
+                renamed = Metric(name, metric.documentation, metric.type)
+                for sample in metric.samples:
+                    suffix, labels = sample.name[len(metric.name) :], sample.labels | self._labels
+                    renamed.add_sample(name + suffix, labels, sample.value)
+                yield renamed

@@ -1,0 +1,53 @@
+"""What answers say about their drafts, in our shape and in vLLM's."""
+
+from collections import Counter
+
+import numpy as np
+
+from poss_jax.engine.answers import Generation
+from poss_jax.serving.acceptance import count_accepted, describe_acceptance
+
+
+def answer(*rounds: tuple[int, int]) -> Generation:
+    accepted, offered = ([one[i] for one in rounds] for i in (0, 1))
+    return Generation([1], [2], "", accepted, offered, "stop")
+
+
+def test_an_example() -> None:
+    found = describe_acceptance(answer((2, 3), (0, 3), (1, 1), (0, 0)), 4)
+    assert found == {
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": 3 / 7,
+        "acceptance_histogram": [1, 1, 1, 0, 0],
+        "acceptance_histogram_by_draft_length": {"1": [0, 1], "3": [1, 0, 1, 0]},
+        "num_spec_steps": 3,  # the last round had no draft
+        "num_accepted_draft_tokens": 3,
+        "num_draft_tokens": 7,
+        "num_spec_tokens": 4,
+    }
+    assert count_accepted([answer((2, 3), (0, 3)), answer((1, 1))]) == {
+        "rounds": 3,
+        "accepted_tokens": 3,
+        "acceptance_length": 2.0,
+        "accepted_per_position": [2, 1],
+    }
+
+
+def test_counts_agree_with_each_other() -> None:
+    rng = np.random.default_rng(0)
+    for num_rounds in range(9):
+        offered = rng.integers(0, 6, num_rounds)
+        rounds = [(int(rng.integers(0, most + 1)), int(most)) for most in offered]
+        found, ours = describe_acceptance(answer(*rounds), 5), count_accepted([answer(*rounds)])
+        histogram, rows = (found[f"acceptance_histogram{end}"] for end in ("", "_by_draft_length"))
+        assert len(histogram) == found["num_spec_tokens"] + 1 == 6
+        assert sum(histogram) == found["num_spec_steps"] == sum(map(sum, rows.values()))
+        weighted = sum(count * size for count, size in enumerate(histogram))
+        assert weighted == found["num_accepted_draft_tokens"] == ours["accepted_tokens"]
+        columns = Counter({i: 0 for i in range(6)})
+        for length, row in rows.items():
+            assert len(row) == int(length) + 1
+            columns.update(dict(enumerate(row)))
+        assert [columns[i] for i in range(6)] == histogram
+        lengths = sum(int(length) * sum(row) for length, row in rows.items())
+        assert lengths == found["num_draft_tokens"]
