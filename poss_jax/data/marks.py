@@ -67,9 +67,12 @@ def find_left_out(
     Args:
       render: writes messages.
     """
-    held = [index for index, one in enumerate(messages) if (one.get("content") or "").strip()]
-    labels = {index: f"{_LABEL}{index:06}" for index in held}
-    text = render([_label(one, labels.get(index, "")) for index, one in enumerate(messages)])
+    labels = {
+        index: f"{_LABEL}{index:06}"
+        for index, message in enumerate(messages)
+        if (message.get("content") or "").strip()
+    }
+    text = render([_label(turn, labels.get(index, "")) for index, turn in enumerate(messages)])
     return next((index for index, label in labels.items() if label not in text), None)
 
 
@@ -78,17 +81,17 @@ def _label(message: dict[str, Any], label: str) -> dict[str, Any]:
     if not label:
         return message
     calls = message.get("tool_calls")
-    labelled = message | {"content": message["content"] + label}
-    return labelled | ({"tool_calls": _label_names(calls, label)} if calls else {})
+    message = message | {"content": message["content"] + label}
+    return message | ({"tool_calls": _label_names(calls, label)} if calls else {})
 
 
 def _label_names(value: Any, label: str) -> Any:
     if isinstance(value, list):
         return [_label_names(item, label) for item in value]
     if isinstance(value, dict):
-        is_name = isinstance(value.get("name"), str)
-        named = {"name": value["name"] + label} if is_name else {}
-        return {key: _label_names(item, label) for key, item in value.items()} | named
+        fields = {key: _label_names(item, label) for key, item in value.items()}
+        name = value.get("name")
+        return fields | ({"name": name + label} if isinstance(name, str) else {})
     return value
 
 

@@ -118,14 +118,14 @@ async def merge(
     num_open = len(streams)
     while num_open:
         has_more.clear()
-        read = list[Stream]()
+        delivered = list[Stream]()
         for index, stream in enumerate(streams):
             if chunk := stream._take():
                 num_open -= chunk.answer is not None
                 yield index, chunk
-                read.append(stream)
+                delivered.append(stream)
         now = time.monotonic()
-        for stream in read:
+        for stream in delivered:
             stream._quiet_until = now + interval
         quiet = [stream._quiet_until - now for stream in streams if stream._quiet_until > now]
         try:

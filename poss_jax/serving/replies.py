@@ -109,22 +109,21 @@ class Reply:
             choice["token_ids"] = chunk.output_ids
         return self._event([choice])
 
+    def _split(self, index: int, chunk: Chunk) -> list[str | Call]:
+        """Texts and calls that a chunk adds to a message, in their order."""
+        if self._readers is None:
+            return [chunk.text] if chunk.text else []
+        return self._readers[index].push(chunk.text, is_last=chunk.answer is not None)
+
     def _delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """What a chunk adds to the text, or to a message: text and calls."""
         if not self._job.is_chat:
             return {"text": chunk.text}
-        if self._readers is None:
-            return self._of_message([chunk.text] if chunk.text else [])
-        reader = self._readers[index]
-        num_before = len(reader.calls)
-        parts = reader.push(chunk.text, is_last=chunk.answer is not None)
-        return self._of_message(parts, num_before)
-
-    def _of_message(self, parts: Sequence[str | Call], num_calls: int = 0) -> dict[str, Any]:
-        """Texts and calls as a message gets them, behind its first calls."""
-        text = "".join(part for part in parts if isinstance(part, str))
-        new = [part for part in parts if isinstance(part, dict)]
-        calls = [{"index": index, **call} for index, call in enumerate(new, num_calls)]
+        items = self._split(index, chunk)
+        text = "".join(item for item in items if isinstance(item, str))
+        calls = [item for item in items if isinstance(item, dict)]
+        num_before = len(self._readers[index].calls) - len(calls) if self._readers else 0
+        calls = [{"index": number, **call} for number, call in enumerate(calls, num_before)]
         return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
@@ -187,10 +186,10 @@ class Reply:
 
     def metrics(self) -> dict[str, Any]:
         """The acceptance of a single answer in vLLM's place; nothing without a draft."""
-        most, answer = self._engine.max_accepted, self._answers[0]
-        if answer is None or len(self._answers) > 1 or not most:
+        max_accepted, answer = self._engine.max_accepted, self._answers[0]
+        if answer is None or len(self._answers) > 1 or not max_accepted:
             return {}
-        return {"metrics": {"speculative_decoding": describe_acceptance(answer, most)}}
+        return {"metrics": {"speculative_decoding": describe_acceptance(answer, max_accepted)}}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._job.is_chat else "text_completion"

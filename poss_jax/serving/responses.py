@@ -6,13 +6,14 @@ created ─► item added ─► text or arguments, bit by bit ─► item done 
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
 from poss_jax.config.decoding import ServeConfig
+from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.streams import Chunks
 from poss_jax.serving.bodies import (
@@ -209,9 +210,9 @@ class ResponseReply(Reply):
             if item is None:
                 yield None
             elif (data := self.take(*item)) is not None:
-                for part in data["choices"][0]["delta"]["parts"]:
-                    for one in self._add(part):
-                        yield one
+                for item in data["choices"][0]["delta"]["items"]:
+                    for update in self._add(item):
+                        yield update
         whole = self.body()
         is_cut = whole["choices"][0]["finish_reason"] == "length"
         status = "incomplete" if is_cut else "completed"
@@ -222,18 +223,17 @@ class ResponseReply(Reply):
         ended |= {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
         yield self._tell(f"response.{status}", response=self._begun | ended)
 
-    def _of_message(self, parts: Sequence[str | Call], num_calls: int = 0) -> dict[str, Any]:
+    def _delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """Texts and calls in the order of the answer, which is the items' order."""
-        del num_calls
-        return {"parts": parts}
+        return {"items": self._split(index, chunk)}
 
-    def _add(self, part: str | Call) -> Iterator[dict[str, Any]]:
+    def _add(self, item: str | Call) -> Iterator[dict[str, Any]]:
         """Adds a text or a call; a message behind a call has no blanks before it."""
-        if isinstance(part, dict):
+        if isinstance(item, dict):
             yield from self._end_message("completed")
-            yield from self._add_call(part)
+            yield from self._add_call(item)
             return
-        text = part.lstrip() if self._text is None and self._items else part
+        text = item.lstrip() if self._text is None and self._items else item
         yield from self._begin_message()
         self._text = (self._text or "") + text
         yield self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[])

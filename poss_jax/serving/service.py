@@ -307,7 +307,9 @@ class Metrics:
 
     def render(self) -> bytes:
         """All metrics as text."""
-        return generate_latest(self.registry) + generate_latest(_OfVllm(self.registry, self._model))
+        return generate_latest(self.registry) + generate_latest(
+            _VllmMetrics(self.registry, self._model)
+        )
 
     def collect(self) -> Iterator[Metric]:
         """Reads the scheduler's counts."""
@@ -345,16 +347,16 @@ class Metrics:
         yield ended
 
 
-class _OfVllm(CollectorRegistry):
+class _VllmMetrics(CollectorRegistry):
     """Metrics that vLLM has, too, with its names and labels."""
 
-    def __init__(self, own: CollectorRegistry, model: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
         super().__init__()
-        self._own, self._labels = own, {"engine": "0", "model_name": model}
+        self._registry, self._labels = registry, {"engine": "0", "model_name": model}
 
     def collect(self) -> Iterator[Metric]:
         """Reads our metrics."""
-        for metric in self._own.collect():
+        for metric in self._registry.collect():
             if (name := _VLLM_NAMES.get(metric.name)) is not None:
                 renamed = Metric(name, metric.documentation, metric.type)
                 for sample in metric.samples:

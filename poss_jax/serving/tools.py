@@ -173,21 +173,21 @@ class CallReader:
         All of them together do not depend on how the answer is cut.
         """
         self._held += text
-        parts = [self._show(part) for part in self._split(is_last=is_last)]
+        items = [self._show(item) for item in self._split(is_last=is_last)]
         if is_last and not self._follows_call:
             self.text += self._blanks
-            parts.append(self._blanks)
-        return [part for part in parts if part]
+            items.append(self._blanks)
+        return [item for item in items if item]
 
-    def _show(self, part: str | Call) -> str | Call:
-        """Adds a part of the answer; returns what is shown of it."""
-        if isinstance(part, str):
-            return self._show_text(part)
+    def _show(self, item: str | Call) -> str | Call:
+        """Adds a text or a call; returns what is shown of it."""
+        if isinstance(item, str):
+            return self._show_text(item)
         self._follows_call = True
         if self.calls and self._caller.is_single:
             return ""
-        self.calls.append(part)
-        return part
+        self.calls.append(item)
+        return item
 
     def _show_text(self, text: str) -> str:
         """Adds a text, and holds the blanks at its end."""
@@ -230,19 +230,19 @@ class CallReader:
         """Where the call that is held ends; None: not yet, or with the answer."""
         if not self._form.end:
             return None
-        for found in self._string_or_end.finditer(self._held, self._num_scanned):
-            if found["close"] is None:
-                return found.start()
-            if found["close"] in ("", "\\"):  # the string goes on
+        for match in self._string_or_end.finditer(self._held, self._num_scanned):
+            if match["close"] is None:
+                return match.start()
+            if match["close"] in ("", "\\"):  # the string goes on
                 return None
-            self._num_scanned = found.end()
+            self._num_scanned = match.end()
         return None
 
     def _take_calls(self, end: int | None) -> list[str | Call]:
         """Takes the calls up to their end, or the text that they are if they are none."""
         inside, mark = self._held[:end], "" if end is None else self._form.end
         functions = _read_calls(inside)
-        is_known = self._opening or all(one["name"] in self._caller.names for one in functions)
+        is_known = self._opening or all(call["name"] in self._caller.names for call in functions)
         text = f"{self._opening}{inside}{mark}"
         self._held = self._held[len(inside) + len(mark) :]
         self._opening, self._num_scanned = None, 0
