@@ -106,9 +106,10 @@ def read_caller(
 
 def _is_json(body: ChatRequest) -> bool:
     """True if the answer must be JSON."""
+    formats = body.structured_outputs or {}
     is_json = (body.response_format or {}).get("type", "text") != "text"
     return is_json or any(
-        name in (body.structured_outputs or {}) for name in ("json", "json_object")
+        formats.get(name) not in (None, False) for name in ("json", "json_object")
     )
 
 
