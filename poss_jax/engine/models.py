@@ -19,7 +19,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.decode.state import Weights
 from poss_jax.engine.device import check_weights
 from poss_jax.model.parameters import check_params, place_params, place_weights
-from poss_jax.model.quantise import Quantised, quantise_specialists
+from poss_jax.model.quantise import Quantised, quantise_specialists, round_rows
 from poss_jax.model.specialists import borrow_from_target, fuse_draft
 from poss_jax.model.target import compute_dtype, fuse_target
 from poss_jax.shapes import Params
@@ -61,7 +61,8 @@ def join_weights(target: Params, own: Params, mesh: Mesh | None) -> Weights:
     """Joins a target and a draft, which uses its embedding and head; {} is no draft."""
     if not own:
         return Weights(target, {})
-    return Weights(target, _place_on(mesh, borrow_from_target(own, target, own["vocabulary"])))
+    draft = round_rows(borrow_from_target(own, target, own["vocabulary"]))
+    return Weights(target, _place_on(mesh, draft))
 
 
 def replace_target(old: Params, params: Params, config: LlamaConfig, mesh: Mesh | None) -> Params:

@@ -12,19 +12,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from poss_jax.model.products_on_cpu import (
+    BLOCK_SIZE,
+    MAX_SUMMED_ROWS,
+    convert_blocks,
+    multiply_integers,
+    products_on_cpu,
+    sum_products,
+)
 from poss_jax.model.quantise import Quantised
 from poss_jax.shapes import Array, Float
 
 # For a few rows XLA on CPU runs `x @ w.T` 1.1 to 1.7 times slower than `(w @ x.T).T`.
 _FEW_ROWS = 64
-
-# Row counts that CPUs multiply by an int8 weight in one loop; 1 row, or 5 to 7, would take longer
-# than the next of these. Up to `_FEW_SUMMED` rows several such loops are fastest.
-_SUMMED_ROWS = (2, 4, 8, 16)
-_FEW_SUMMED = 32
-
-# Elements of a quantised weight that CPUs convert at a time.
-_BLOCK = 1 << 19
 
 
 def linear(
@@ -79,44 +79,21 @@ def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> A
 
 
 def _spelling_on_cpu(rows: Array, weight: Quantised) -> Callable[..., Array]:
-    is_fast = (rows.dtype, weight.values.dtype) == (jnp.float32, jnp.int8)  # fp8 converts slowly
-    if is_fast and len(rows) <= _FEW_SUMMED:
-        return _summed_on_cpu
-    return _converted if weight.values.size <= _BLOCK else _blocks_on_cpu
+    kind = products_on_cpu() if weight.values.dtype == jnp.int8 else None
+    if kind == "integer":
+        return partial(_flat, partial(multiply_integers, num_limbs=weight.num_limbs))
+    if kind == "float" and rows.dtype == jnp.float32 and len(rows) <= MAX_SUMMED_ROWS:
+        return partial(_flat, sum_products)
+    return _converted if weight.values.size <= BLOCK_SIZE else partial(_flat, convert_blocks)
 
 
 def _converted(rows: Array, values: Array, *, dtype: Any) -> Array:
     return linear(rows, values.astype(rows.dtype), dtype=dtype)
 
 
-def _summed_on_cpu(rows: Array, values: Array, *, dtype: Any) -> Array:
-    size = _SUMMED_ROWS[-1]
-    chunks = (rows[first : first + size] for first in range(0, len(rows), size))
-    out = jnp.concatenate([_sum_products(chunk, values) for chunk in chunks])
-    return out.reshape(-1, *values.shape[:-1]).astype(dtype)
-
-
-def _sum_products(rows: Array, values: Array) -> Array:
-    # XLA on CPU fuses conversion, product and sum into one loop, which reads the 8 bits once for
-    # all rows. The first barrier ties the conversion to the decoding loop: XLA would otherwise
-    # hoist it and read 32 bits in every turn. The second keeps the sum from becoming a plain
-    # product.
-    padding = next(count for count in _SUMMED_ROWS if count >= len(rows)) - len(rows)
-    padded = jnp.pad(rows, ((0, padding), (0, 0)))
-    flat, padded = lax.optimization_barrier((values.reshape(-1, values.shape[-1]), padded))
-    sums = (flat.astype(jnp.float32)[:, None] * padded[None]).sum(-1)
-    return lax.optimization_barrier(sums).T[: len(rows)]
-
-
-def _blocks_on_cpu(rows: Array, values: Array, *, dtype: Any) -> Array:
-    # XLA on CPU writes converted weights to memory; a block at a time stays in the cache.
-    def product(output: Array) -> Array:
-        return jnp.matmul(rows, output.astype(rows.dtype), preferred_element_type=dtype)
-
-    width = values.shape[-1]
-    outputs = values.reshape(-1, width)
-    out = lax.map(product, outputs, batch_size=max(1, _BLOCK // width)).T
-    return out.reshape(-1, *values.shape[:-1])
+def _flat(multiply: Callable[..., Array], rows: Array, values: Array, *, dtype: Any) -> Array:
+    out = multiply(rows, values.reshape(-1, values.shape[-1]))
+    return out.astype(dtype).reshape(-1, *values.shape[:-1])
 
 
 def _plain(rows: Array, weight: Array, *, dtype: Any = None) -> Array:

@@ -30,10 +30,12 @@ class Quantised(struct.PyTreeNode):
     Attributes:
       values: int8, or float8_e4m3fn; all of them are exact in bfloat16.
       scale: factor of every output.
+      num_limbs: int8 numbers that a CPU writes an element of a row in (`products_on_cpu`).
     """
 
     values: Any  # [out in]; an array, or a stand-in such as its sharding
     scale: Any  # [out] float32
+    num_limbs: int = struct.field(pytree_node=False, default=3)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,6 +85,15 @@ def quantise_specialists(draft: Params, kind: Quantisation) -> Params:
     return draft | quantise_target(layers, kind)
 
 
+def round_rows(params: Params) -> Params:
+    """Lets CPUs multiply rows of one limb: a draft's numbers cannot change a text."""
+
+    def visit(leaf: Any) -> Any:
+        return leaf.replace(num_limbs=1) if isinstance(leaf, Quantised) else leaf
+
+    return jax.tree.map(visit, params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+
+
 def quantise_items(
     items: Iterable[tuple[str, Params]], kind: Quantisation, *, dtype: Any = None, is_tied: bool
 ) -> Iterator[tuple[str, Params]]:
@@ -112,7 +123,8 @@ def unpack(item: Params) -> Params:
     """Reverses `pack`."""
 
     def visit(value: Any) -> Any:
-        return dict(vars(value)) if isinstance(value, Quantised) else value
+        is_quantised = isinstance(value, Quantised)
+        return {"values": value.values, "scale": value.scale} if is_quantised else value
 
     return jax.tree.map(visit, item, is_leaf=lambda value: isinstance(value, Quantised))
 

@@ -1,0 +1,129 @@
+"""Products of int8 weights on a CPU: exact sums, bits that do not depend on neighbours."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from poss_jax import UserError
+from poss_jax.model.linear import linear
+from poss_jax.model.products_on_cpu import (
+    SETTING,
+    multiply_integers,
+    products_on_cpu,
+    split_limbs,
+)
+from poss_jax.model.quantise import Quantised, quantise
+
+
+@pytest.fixture(autouse=True)
+def integers(monkeypatch):
+    """These tests want the same products on every processor."""
+    monkeypatch.setenv(SETTING, "integer")
+    products_on_cpu.cache_clear()
+    yield
+    products_on_cpu.cache_clear()
+
+
+def draw(num_rows: int, width: int = 96, num_outputs: int = 40) -> tuple[jax.Array, Quantised]:
+    """Rows with outliers of 300 sigma, as hidden states have, and a weight."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(num_rows, width)).astype(np.float32)
+    rows[:, 3] *= 300
+    weight = quantise(jnp.asarray(rng.normal(size=(num_outputs, width)), jnp.float32), "int8")
+    return jnp.asarray(rows), weight
+
+
+def exact(rows: Any, weight: Quantised) -> np.ndarray:
+    """The product in float64."""
+    values = np.asarray(weight.values, np.float64) * np.asarray(weight.scale, np.float64)[:, None]
+    return np.asarray(rows, np.float64) @ values.T
+
+
+def test_limbs_drawn():
+    #  1.27 -> 127;  -0.635 = -63.5 steps of 0.01 -> -64 + 64/128
+    scale, limbs = split_limbs(jnp.array([[1.27, -0.635, 0.0]]), 2)
+    np.testing.assert_allclose(scale, [[0.01]])
+    np.testing.assert_array_equal(limbs[0], [[127, -64, 0]])
+    np.testing.assert_allclose(limbs[1], [[0, 64, 0]], atol=1)
+
+
+def test_zero_rows_stay_zero():
+    _, weight = draw(1)
+    np.testing.assert_array_equal(linear(jnp.zeros((2, 96)), weight), 0)
+
+
+@pytest.mark.parametrize(("num_limbs", "bound"), [(1, 2**-8), (2, 2**-15), (3, 2**-22)])
+def test_limbs_hold_rows_to_a_part_of_their_largest_element(num_limbs, bound):
+    rows, _ = draw(9)
+    scale, limbs = split_limbs(rows, num_limbs)
+    factors = np.asarray(scale, np.float64) * 128.0 ** -np.arange(num_limbs)[:, None, None]
+    error = np.abs((np.asarray(limbs, np.float64) * factors).sum(0) - rows)
+    largest = np.abs(rows).max(-1, keepdims=True)
+    assert (error <= 1.05 * bound * largest).all()
+
+
+def test_three_limbs_err_as_float32_does():
+    rows, weight = draw(9)
+    got = np.abs(linear(rows, weight) - exact(rows, weight)).max()
+    plain = jnp.asarray(exact(np.eye(96), weight), jnp.float32)
+    assert got <= 4 * np.abs(rows @ plain - exact(rows, weight)).max()
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others():
+    """In trees, batches and prompts of any size; a row alone and two, three, ... 128 of them."""
+    rows, weight = draw(128)
+    product = jax.jit(linear)
+    together = np.asarray(product(rows, weight))
+    for count in (1, 2, 3, 5, 8, 9, 17, 33, 64):
+        np.testing.assert_array_equal(product(rows[:count], weight), together[:count])
+        np.testing.assert_array_equal(product(rows[-count:], weight), together[-count:])
+
+
+_CHILD = """
+import hashlib, sys
+sys.path.insert(0, "tests")
+import jax, numpy as np
+from test_products_on_cpu import draw
+from poss_jax.model.linear import linear
+print(hashlib.sha256(np.asarray(jax.jit(linear)(*draw(7))).tobytes()).hexdigest())
+"""
+
+
+def test_other_instruction_sets_give_the_same_bits():
+    def digest(flags: str) -> str:
+        env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", _CHILD]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    assert digest("") == digest("--xla_cpu_max_isa=SSE4_2") != ""
+
+
+def test_drafts_multiply_one_limb():
+    rows, weight = draw(5)
+    one = linear(rows, weight.replace(num_limbs=1))
+    factors = jnp.asarray(weight.scale)[None]
+    want = multiply_integers(rows, weight.values, num_limbs=1) * factors
+    np.testing.assert_array_equal(one, want)
+    assert np.abs(one - linear(rows, weight)).max() > 0.1
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+def test_float_products_agree(monkeypatch, num_rows):
+    rows, weight = draw(num_rows)
+    integers = linear(rows, weight)
+    monkeypatch.setenv(SETTING, "float")
+    products_on_cpu.cache_clear()
+    np.testing.assert_allclose(linear(rows, weight), integers, rtol=1e-4, atol=2e-3)
+
+
+def test_setting_is_integer_or_float(monkeypatch):
+    monkeypatch.setenv(SETTING, "double")
+    products_on_cpu.cache_clear()
+    with pytest.raises(UserError, match="POSS_INT8_PRODUCTS: want integer or float, got 'double'"):
+        products_on_cpu()
