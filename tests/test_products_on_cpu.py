@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 
 from poss_jax import UserError
+from poss_jax.config.processor import SETTING, int8_products
 from poss_jax.model.linear import linear
-from poss_jax.model.products_on_cpu import (
-    SETTING,
-    multiply_integers,
-    products_on_cpu,
-    split_limbs,
-)
+from poss_jax.model.products_on_cpu import multiply_integers, split_limbs
 from poss_jax.model.quantise import Quantised, quantise
 
 
@@ -25,9 +21,9 @@ from poss_jax.model.quantise import Quantised, quantise
 def integers(monkeypatch):
     """These tests want the same products on every processor."""
     monkeypatch.setenv(SETTING, "integer")
-    products_on_cpu.cache_clear()
+    int8_products.cache_clear()
     yield
-    products_on_cpu.cache_clear()
+    int8_products.cache_clear()
 
 
 def draw(num_rows: int, width: int = 96, num_outputs: int = 40) -> tuple[jax.Array, Quantised]:
@@ -90,6 +86,7 @@ import hashlib, sys
 sys.path.insert(0, "tests")
 import jax, numpy as np
 from test_products_on_cpu import draw
+from poss_jax.config.processor import SETTING, int8_products
 from poss_jax.model.linear import linear
 print(hashlib.sha256(np.asarray(jax.jit(linear)(*draw(7))).tobytes()).hexdigest())
 """
@@ -104,7 +101,7 @@ def test_other_instruction_sets_give_the_same_bits():
     assert digest("") == digest("--xla_cpu_max_isa=SSE4_2") != ""
 
 
-def test_drafts_multiply_one_limb():
+def test_weight_says_how_many_limbs():
     rows, weight = draw(5)
     one = linear(rows, weight.replace(num_limbs=1))
     factors = jnp.asarray(weight.scale)[None]
@@ -118,12 +115,14 @@ def test_float_products_agree(monkeypatch, num_rows):
     rows, weight = draw(num_rows)
     integers = linear(rows, weight)
     monkeypatch.setenv(SETTING, "float")
-    products_on_cpu.cache_clear()
+    int8_products.cache_clear()
     np.testing.assert_allclose(linear(rows, weight), integers, rtol=1e-4, atol=2e-3)
 
 
 def test_setting_is_integer_or_float(monkeypatch):
     monkeypatch.setenv(SETTING, "double")
-    products_on_cpu.cache_clear()
-    with pytest.raises(UserError, match="POSS_INT8_PRODUCTS: want integer or float, got 'double'"):
-        products_on_cpu()
+    int8_products.cache_clear()
+    with pytest.raises(
+        UserError, match="POSS_JAX_INT8_PRODUCTS: want integer or float, got 'double'"
+    ):
+        int8_products()

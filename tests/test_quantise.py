@@ -185,7 +185,7 @@ def test_blocks_give_the_same_product(monkeypatch, num_outputs):
     weight = quantise(jnp.asarray(rng.normal(size=(num_outputs, 16)), jnp.float32), "int8")
     x = jnp.asarray(rng.normal(size=(5, 7, 16)), jnp.float32)
     whole = linear(x, weight)
-    monkeypatch.setattr("poss_jax.model.linear.products_on_cpu", lambda: "float")
+    monkeypatch.setattr("poss_jax.model.linear.int8_products", lambda: "float")
     for module in ("linear", "products_on_cpu"):
         monkeypatch.setattr(f"poss_jax.model.{module}.BLOCK_SIZE", 5 * 16)
     assert ("scan" in str(jax.make_jaxpr(linear)(x, weight))) == (num_outputs > 5)
@@ -196,7 +196,7 @@ def test_blocks_give_the_same_product(monkeypatch, num_outputs):
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 8, 16, 17, 32])
 def test_few_rows_of_int8_are_exact_where_products_are(monkeypatch, num_rows, num_outputs):
     """Whole numbers leave nothing to round, so that padding and chunks must not show."""
-    monkeypatch.setattr("poss_jax.model.linear.products_on_cpu", lambda: "float")
+    monkeypatch.setattr("poss_jax.model.linear.int8_products", lambda: "float")
     rng = np.random.default_rng(num_rows)
     values = rng.integers(-127, 128, (*num_outputs, 16))
     rows = rng.integers(-9, 10, (num_rows, 16))

@@ -21,6 +21,7 @@ from poss_jax.config.json_reading import check_own_file, check_own_tree, read_js
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.numbers import CountOrZero
 from poss_jax.config.paths import AnyPath, as_path, local_files
+from poss_jax.config.processor import int8_products
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.version import __version__
 from poss_jax.model.parameters import item_shapes
@@ -208,6 +209,7 @@ def provenance() -> dict[str, Any]:
         },
         "git_sha": _git_sha(),
         "device_kind": jax.devices()[0].device_kind,
+        "int8_products": int8_products(),  # on a CPU
     }
 
 

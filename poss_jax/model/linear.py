@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from poss_jax.config.processor import int8_products
 from poss_jax.model.products_on_cpu import (
     BLOCK_SIZE,
     MAX_SUMMED_ROWS,
     convert_blocks,
     multiply_integers,
-    products_on_cpu,
     sum_products,
 )
 from poss_jax.model.quantise import Quantised
@@ -79,7 +79,7 @@ def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> A
 
 
 def _spelling_on_cpu(rows: Array, weight: Quantised) -> Callable[..., Array]:
-    kind = products_on_cpu() if weight.values.dtype == jnp.int8 else None
+    kind = int8_products() if weight.values.dtype == jnp.int8 else None
     if kind == "integer":
         return partial(_flat, partial(multiply_integers, num_limbs=weight.num_limbs))
     if kind == "float" and rows.dtype == jnp.float32 and len(rows) <= MAX_SUMMED_ROWS:

@@ -8,29 +8,16 @@ and reach the speed of memory. So a row is written as a sum of int8 limbs with o
 and the limbs of all rows are the rows of one product. Integer sums are exact in any order, and
 factors of two leave nothing to round, so a row's product has the same bits alone and among other
 rows, in any tree, batch or prefill chunk, for any number of threads and on any processor. Three
-limbs are as exact as float32 (2**-22 of a row's largest element); one is what other engines use,
-and enough where numbers cannot change a text.
+limbs are as exact as float32 (2**-22 of a row's largest element); two are enough for drafts, whose
+numbers cannot change a text. `config.processor` says where float products take their place.
 """
-
-import os
-import platform
-from functools import cache
-from pathlib import Path
-from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax import lax
 
-from poss_jax.config.reading import UserError
 from poss_jax.shapes import Array, Float, Int
 
-Products = Literal["integer", "float"]
-
-SETTING = "POSS_INT8_PRODUCTS"
-"""Environment variable that names the products; else the processor decides."""
-
 _BASE = 128  # limbs after the first lie between -64 and 64
-_FAST_INTEGERS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
 
 # Row counts that `sum_products` pads to; 1 row, or 5 to 7, take longer than the next of these.
 _SUMMED_ROWS = (2, 4, 8, 16)
@@ -40,24 +27,6 @@ MAX_SUMMED_ROWS = 32
 
 BLOCK_SIZE = 1 << 19
 """Elements of a quantised weight that `convert_blocks` converts at a time."""
-
-
-@cache
-def products_on_cpu() -> Products:
-    """Chooses the kind of products for this process.
-
-    Integers are faster where the processor multiplies int8 fourfold (VNNI, AMX, ARM's dot
-    products). `POSS_INT8_PRODUCTS=integer` or `float` overrules.
-
-    Raises:
-      UserError: another word.
-    """
-    named = os.environ.get(SETTING)
-    if named in get_args(Products):
-        return named  # type: ignore[return-value]
-    if named:
-        raise UserError(f"{SETTING}: want integer or float, got {named!r}")
-    return "integer" if _FAST_INTEGERS & _processor_features() else "float"
 
 
 def multiply_integers(
@@ -128,16 +97,3 @@ def convert_blocks(rows: Float[Array, "rows in_dim"], values: Array) -> Float[Ar
         return jnp.matmul(rows, outputs.astype(rows.dtype), preferred_element_type=jnp.float32)
 
     return lax.map(multiply, values, batch_size=max(1, BLOCK_SIZE // values.shape[-1])).T
-
-
-def _processor_features() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    except OSError:  # no Linux: Apple's and Microsoft's ARM processors all have dot products
-        return {"asimddp"} if platform.machine() in ("arm64", "ARM64") else set()
-    return {
-        word
-        for line in lines
-        if line.lower().startswith(("flags", "features"))
-        for word in line.split(":", 1)[-1].split()
-    }
