@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+import tokenizer_pool
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -325,6 +326,20 @@ def test_stop_strings_meet_the_special_tokens_they_name(tokenizer, stop: str, te
     tokens = [*spell(tokenizer, "a\nb"), end, *spell(tokenizer, "c"), end, *spell(tokenizer, "\n")]
     parts, stream = shown(tokenizer, tokens, (stop,))
     assert "".join(parts) == text and stream.is_stopped == (text != "a\nbc\n")
+
+
+@pytest.mark.parametrize("kind", tokenizer_pool.POOL)
+@pytest.mark.parametrize("name", [*tokenizer_pool.SPECIAL, *tokenizer_pool.TAGS])
+def test_stop_strings_may_be_any_token_of_public_tokenizers(kind: str, name: str):
+    """Whether it is one token, special or not, or spelled in several."""
+    tokenizer = tokenizer_pool.tokenizer_of(kind)
+    before, after = (tokenizer_pool.spell(tokenizer, text) for text in ("so it is", " on"))
+    letters = [tokenizer_pool.spell(tokenizer, letter) for letter in name]
+    spellings = [tokenizer_pool.spell(tokenizer, name), list(itertools.chain(*letters))]
+    for spelling in spellings:
+        parts, stream = shown(tokenizer, [*before, *spelling, *after], (name,), before[0])
+        assert stream.is_stopped
+        assert "".join(parts) == decode_behind(tokenizer, before[0], before)
 
 
 def test_stop_strings_that_do_not_occur_change_no_text():

@@ -1,12 +1,14 @@
 """Calls of tools: given to the template, found in the answer, streamed; without weights."""
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizer_pool
 from chat_oracle import TOOL, call, tokenizer_of
 from chat_templates import KINDS
 from hypothesis import given, settings
@@ -17,11 +19,12 @@ from test_messages import Tokenising, guided
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.text import Piece
 from poss_jax.serving.bodies import ApiError, ChatRequest, TokenizeRequest, parse_body
 from poss_jax.serving.replies import Reply
 from poss_jax.serving.requests import Job, read_chat, read_text
-from poss_jax.serving.tools import FORMS, Caller, CallReader, find_format
+from poss_jax.serving.tools import FORMS, Caller, CallReader, find_format, marks_of
 
 CONFIG = ServeConfig(target="none")
 CALLING = {
@@ -448,6 +451,23 @@ def test_a_call_that_is_cut_is_text() -> None:
     events, choice = reply(*answer, stop_reason="length")
     assert choice["message"]["content"] == answer and choice["finish_reason"] == "length"
     assert "".join(event["delta"].get("content", "") for event in events) == answer
+
+
+@pytest.mark.parametrize("kind", tokenizer_pool.POOL)
+def test_calls_are_read_from_the_tokens_of_public_tokenizers(kind: str) -> None:
+    """Marks are tokens, special or not, or spelled; one in a string of a call is a letter."""
+    tokenizer = tokenizer_pool.tokenizer_of(kind)
+    cities = ["Rome", "a </tool_call> b", "<tool_call>", 'x"</tool_call>']
+    calls = [{"name": "weather", "arguments": {"city": city}} for city in cities]
+    answer = "so. " + "\n\n".join(HERMES(json.dumps(one)) for one in calls) + " and on"
+    tokens = tokenizer_pool.spell(tokenizer, "x")
+    for piece in re.split("(</?tool_call>)", answer):  # some would write spaces around tags
+        tokens += tokenizer_pool.ids_of(kind, [piece]) or tokenizer_pool.spell(tokenizer, piece)
+    shown_ids = list(marks_of(tokenizer, FORMS["hermes"]).values())
+    live = LiveAnswer(PreparedPrompt(tokens[:1], 1, shown_ids=shown_ids), [], tokenizer, ())
+    chunks = [live.add(Round([token], 0, 0, is_done=False)) for token in tokens[1:]]
+    texts = [chunk.text for chunk in [*chunks, live.cancel()]]
+    assert read("hermes", *texts) == ("so. \n\n\n\n\n\n and on", calls)
 
 
 def test_marks_that_are_special_tokens_are_read() -> None:
