@@ -27,7 +27,7 @@ from poss_jax.engine.dialogue import (
 )
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import load_engine
+from poss_jax.program.options import choose_sampling, load_engine
 from poss_jax.program.output import announce, check_new_file, print_summary, waiting
 from poss_jax.program.running import text_marks
 
@@ -130,11 +130,12 @@ def answer_prompts(config: GenerateConfig) -> None:
     if output is not None:
         check_new_file(output)
     records = _read_records(config)
-    dialogues = read_dialogues(records, config.sampling, config.max_new_tokens)
     with waiting("loading the models ..."):
         engine = load_engine(config)
     if config.stream and engine.tokenizer is None:
         raise UserError("--stream shows text, but this target has no tokenizer; leave it out")
+    sampling = choose_sampling(config.sampling, engine)
+    dialogues = read_dialogues(records, sampling, config.max_new_tokens)
     check_dialogues(engine, dialogues)
     engine.check_stop(config.stop, config.max_new_tokens)
     started, interruption = time.monotonic(), None

@@ -18,7 +18,7 @@ from poss_jax.engine.answers import Chunk
 from poss_jax.engine.dialogue import Message
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, with_seed
-from poss_jax.program.options import load_engine
+from poss_jax.program.options import choose_sampling, load_engine
 from poss_jax.program.output import waiting
 from poss_jax.program.running import DIM, has_colours
 
@@ -76,7 +76,8 @@ class Chat:
         self._compiled: set[object] = set()
         self._num_asked = 0
         self.turns: list[Message] = []
-        self.system, self.sampling = config.system, config.sampling
+        self.system = config.system
+        self.sampling = choose_sampling(config.sampling, engine)
         self.last: Answered | None = None
 
     def get_ready(self) -> None:

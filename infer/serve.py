@@ -11,8 +11,8 @@ over all their devices, and the first process listens.
 
     python -m infer.serve
     python -m infer.serve MODEL --draft DRAFT --batch-size 32
-    curl http://127.0.0.1:8000/v1/completions \
-        -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
+    curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \
+        -d '{"messages": [{"role": "user", "content": "How do I poach an egg?"}]}'
 """
 
 import logging

@@ -14,12 +14,13 @@ from golden import ROOT_E3
 from programs import Runs, refusal
 
 import poss_jax
+from benchmarks.aot.config import AheadConfig
 from infer.bench.measure import with_default_models
 from infer.generate import main as generate
 from poss_jax.bundled import conversion, default
 from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.bench import BenchConfig
+from poss_jax.config.bench import BenchConfig, MethodConfig
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.convert.plan import Conversion, plan_target
@@ -123,6 +124,25 @@ def test_programs_take_it_where_no_target_is_named(
     assert with_default_models(given).drafts == {"D": "d"}
     assert with_default_models(BenchConfig(target="t")) == BenchConfig(target="t")
     assert json.dumps(bench.drafts)  # as reports hold it
+
+
+def test_names_of_bundled_models_stand_for_folders(
+    converted: list[str], runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = poss_jax.default_drafts()
+    assert default.find_bundled("EAGLE-2") == default.find_bundled("eagle-2") == drafts["EAGLE-2"]
+    assert default.find_bundled("smollm2") == poss_jax.default_target()
+    assert default.find_bundled("./EAGLE-2") == "./EAGLE-2"
+    methods = {"M": MethodConfig(draft="HASS")}
+    bench = with_default_models(BenchConfig(target="t", drafts={"D": "PosS-1"}, methods=methods))
+    assert (bench.target, bench.drafts) == ("t", {"D": str(drafts["PosS-1"])})
+    assert bench.methods["M"].draft == str(drafts["HASS"])
+    ahead = default.with_bundled(AheadConfig(target="smollm2", draft="hass"))
+    assert ahead.target == str(poss_jax.default_target())
+    assert ahead.draft == str(drafts["HASS"])
+    monkeypatch.setattr(default, "DRAFTS", {"A draft": runs.model("poss2")})
+    engine = poss_jax.Engine.load("smollm2", "a draft", allow_target_mismatch=True)
+    assert engine.draft_config == read_record(runs.model("poss2")).draft
 
 
 def test_make_fetches_the_weights_that_programs_ask_for() -> None:

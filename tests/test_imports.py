@@ -16,7 +16,7 @@ LAYERS = {  # a folder of poss_jax imports from itself and from these
     "checkpoint": {"config", "shapes", "model"},
     "data": {"config", "checkpoint"},
     "convert": {"config", "shapes", "model", "checkpoint"},
-    "engine": {"config", "shapes", "model", "decode", "checkpoint", "data"},
+    "engine": {"config", "shapes", "model", "decode", "checkpoint", "data", "bundled"},
     "bundled": {"config", "checkpoint"},
     "program": {"config", "engine", "bundled"},  # what programs share
     "serving": {"config", "engine", "program"},

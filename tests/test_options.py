@@ -10,9 +10,9 @@ import pytest
 from programs import refusal
 
 from benchmarks.aot.config import AheadConfig
-from poss_jax import SamplingConfig, TreeConfig
+from poss_jax import TreeConfig
 from poss_jax.config.bench import BenchConfig, DriftConfig
-from poss_jax.config.decoding import GenerateConfig, ServeConfig
+from poss_jax.config.decoding import GenerateConfig, SamplingOptions, ServeConfig
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
 from poss_jax.config.regenerate import RegenerateConfig
@@ -37,7 +37,7 @@ def read(arguments: list[str]) -> GenerateConfig:
     return found
 
 
-def sampling(arguments: list[str]) -> SamplingConfig:
+def sampling(arguments: list[str]) -> SamplingOptions:
     return read(arguments).sampling
 
 
@@ -174,7 +174,7 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
 def test_sampling_options_are_the_fields_of_the_settings() -> None:
     options = "--temperature .7 --top-k 5 --top-p .9 --min-p .1 --repetition-penalty 1.1 --seed 3"
     assert sampling([*options.split(), "--logit-bias", "5=-2.5", "--logit-bias=7=1"]) == (
-        SamplingConfig(
+        SamplingOptions(
             temperature=0.7,
             top_k=5,
             top_p=0.9,
@@ -187,21 +187,25 @@ def test_sampling_options_are_the_fields_of_the_settings() -> None:
 
 
 def test_what_is_not_given_is_left_as_it_is() -> None:
-    assert sampling([]) == SamplingConfig()
+    assert sampling([]) == SamplingOptions()
     words = ["sampling={temperature: 1, top_p: 0.5, logit_bias: {1: 1}, seed: 9}"]
-    settings = SamplingConfig(temperature=1, top_p=0.5, logit_bias={1: 1}, seed=9)
+    settings = SamplingOptions(temperature=1, top_p=0.5, logit_bias={1: 1}, seed=9)
     assert sampling(words) == settings
-    changed = SamplingConfig(temperature=0.5, top_p=0.5, logit_bias={2: 1}, seed=9)
+    changed = SamplingOptions(temperature=0.5, top_p=0.5, logit_bias={2: 1}, seed=9)
     assert sampling([*words, "--temperature", "0.5", "--logit-bias", "2=1"]) == changed
 
 
 def test_filters_without_temperature_are_said_to_do_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sampling(["--top-p=.9"])
+    def read_bench(*arguments: str) -> None:
+        read_arguments(BenchConfig, arguments, prog="test", doc=None)
+
+    read_bench("--top-p=.9")
     (record,) = caplog.records
     assert record.getMessage() == "at temperature 0, top_p changes nothing; give --temperature"
-    sampling(["--top-p=.9", "--temperature=1"])
+    read_bench("--top-p=.9", "--temperature=1")
+    sampling(["--top-p=.9"])  # the model may have a temperature
     assert len(caplog.records) == 1
 
 
@@ -261,15 +265,9 @@ def test_what_devices_are_planned_with_is_not_the_tree_of_this_one() -> None:
     assert config.tree == TreeConfig(depth=8, top_k=10, total_tokens=60)
 
 
-@pytest.mark.parametrize("given", [[], ["--top-k", "5"], ["sampling.top_p=0.9"]])
-def test_a_server_samples_unless_it_is_told_otherwise(given: list[str]) -> None:
-    def read_served(*arguments: str) -> ServeConfig:
-        return read_arguments(ServeConfig, list(arguments), prog="test", doc=None)[0]
-
-    assert read_served(*given).sampling.temperature == 1
-    assert read_served(*given, "--temperature", "0.5").sampling.temperature == 0.5
-    with pytest.raises(UserError, match="seed: want none, got 3; every request has its own"):
-        read_served(*given, "--seed", "3")
+def test_requests_of_a_server_have_their_own_seeds() -> None:
+    with pytest.raises(UserError, match=r"^--seed: want none, got 3; every request has its own"):
+        read_arguments(ServeConfig, ["--seed", "3"], prog="test", doc=None)
 
 
 def test_options_do_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:

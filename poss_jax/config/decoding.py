@@ -1,6 +1,7 @@
 """Settings of the programs that decode."""
 
 import re
+from dataclasses import asdict
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -37,10 +38,11 @@ SMOLLM2 = "smollm2"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SamplingConfig:
-    """Sampling settings, with the names, meaning and order of `transformers`.
+class SamplingOptions:
+    """Sampling settings that a user may leave to the model, with the names of `transformers`.
 
-    Frequency and presence penalties work as in the OpenAI API.
+    Null takes what the model's authors recommend (`checkpoint/generation.py`). Meaning and order
+    are `transformers`' too; frequency and presence penalties work as in the OpenAI API.
 
     Attributes:
       temperature: Divide scores by this, 0 is greedy; then top_k, top_p and min_p change nothing.
@@ -60,16 +62,38 @@ class SamplingConfig:
         their index.
     """
 
-    temperature: Temperature = 0.0
-    top_k: CountOrZero = 0
-    top_p: TopP = 1.0
-    min_p: Probability = 0.0
-    repetition_penalty: Penalty = 1.0
+    temperature: Temperature | None = None
+    top_k: CountOrZero | None = None
+    top_p: TopP | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Penalty | None = None
     frequency_penalty: OutputPenalty = 0.0
     presence_penalty: OutputPenalty = 0.0
     min_tokens: CountOrZero = 0
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
     seed: Seed = 0
+
+    def over(self, recommended: "SamplingConfig") -> "SamplingConfig":
+        """Returns these settings, and the recommended ones where these are null."""
+        own = {name: value for name, value in asdict(self).items() if value is not None}
+        return SamplingConfig(**asdict(recommended) | own)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SamplingConfig(SamplingOptions):
+    """How tokens are chosen; every setting has a value, by default the greedy one."""
+
+    temperature: Temperature = 0.0
+    top_k: CountOrZero = 0
+    top_p: TopP = 1.0
+    min_p: Probability = 0.0
+    repetition_penalty: Penalty = 1.0
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of the settings that differ from the greedy ones."""
+        greedy = asdict(SamplingConfig())
+        return [name for name, value in asdict(self).items() if value != greedy[name]]
 
     @property
     def is_plain(self) -> bool:
@@ -82,22 +106,10 @@ class SamplingConfig:
         """True if scores depend on the output so far: its tokens or their number."""
         return bool(self.frequency_penalty or self.presence_penalty or self.min_tokens)
 
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ServedSampling(SamplingConfig):
-    """Sampling settings of a server's requests, if a request does not set them.
-
-    Attributes:
-      temperature: Divide scores by this, 0 is greedy; then top_k, top_p and min_p change nothing.
-        The default is the OpenAI API's.
-      seed: Every request has its own; only 0 is allowed.
-    """
-
-    temperature: Temperature = 1.0
-
-    def __post_init__(self) -> None:
-        if self.seed:
-            raise ValueError(f"seed: want none, got {self.seed}; every request has its own")
+    def __str__(self) -> str:
+        """The temperature, and what else was changed."""
+        names = dict.fromkeys(["temperature", *self.changed])
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -149,6 +161,7 @@ class AnswerConfig(DecodingConfig):
       stop: Text that ends an answer and is left out of it.
     """
 
+    sampling: SamplingOptions = Field(default_factory=SamplingOptions)
     draft: str | None = None
     max_length: Count | None = None
     trees: str | None = None
@@ -256,7 +269,6 @@ class ServeConfig(AnswerConfig):
     port: Port = 8000
     batch_size: Count = 16
     slots: tuple[Count, ...] | None = None
-    sampling: ServedSampling = Field(default_factory=ServedSampling)
     cache_gib: Positive | None = None
     prefix_cache: PositiveOrZero = 0.1
     max_queue: Count = 256
@@ -281,6 +293,9 @@ class ServeConfig(AnswerConfig):
             if not _ORIGIN.fullmatch(origin):
                 message = "allowed_origins: want * or such as https://chat.example, without a path"
                 raise ValueError(f"{message}, got {origin!r}")
+        if self.sampling.seed:
+            got = self.sampling.seed
+            raise ValueError(f"sampling.seed: want none, got {got}; every request has its own")
         if self.slots is not None and max(self.slots, default=0) != self.batch_size:
             raise ValueError(f"slots: want the largest to be batch_size, {self.batch_size}")
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.data import DataConfig
-from poss_jax.config.decoding import AnswerConfig
+from poss_jax.config.decoding import AnswerConfig, SamplingConfig
 from poss_jax.config.models import STRICT
 from poss_jax.config.numbers import (
     INT32_MAX,
@@ -61,6 +61,7 @@ class RegenerateConfig(AnswerConfig):
     """
 
     target: str | None = None
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     server: str | None = None
     model: str | None = None
     concurrency: Concurrency = 16

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from poss_jax.bundled.default import find_bundled, recommended_sampling
 from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
@@ -76,6 +77,8 @@ class Engine:
       stop_ids: tokens that end a text.
       max_length: most tokens of prompt and answer together.
       mesh: grid of devices; None is one device.
+      recommended: how the target's authors recommend to sample from it; the calls below are greedy
+        unless they are told otherwise.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Engine:
         eos = [] if tokenizer is None else special_ids(tokenizer, "eos")
         self.stop_ids = sorted({*self.target_config.eos_token_ids, *eos})
         self.max_length = check_length(max_length, self.target_config.max_position_embeddings)
+        self.recommended = SamplingConfig()
 
     @property
     def max_accepted(self) -> int:
@@ -136,11 +140,12 @@ class Engine:
         quantise: Quantisation | None = None,
         mesh: MeshConfig | Mesh | None = None,
     ) -> "Engine":
-        """Loads model folders (see `python -m poss_jax.convert`).
+        """Loads models.
 
         Args:
-          target: folder of the target.
-          draft: folder of a draft made for it; None decodes autoregressively.
+          target: model folder (see `python -m poss_jax.convert`), or smollm2, the default one.
+          draft: folder of a draft made for it, or the name of a bundled one such as PosS-1; None
+            decodes autoregressively.
           tree: size of the draft tree, or one per batch size (None there: no draft); None: those
             that were tuned for the draft on this kind of device (see `infer.tune`), else
             `trees.default_trees`.
@@ -161,6 +166,7 @@ class Engine:
             does not fit: draft, vocabulary, mesh, or weights into memory.
         """
         mesh, dtype = decoding_mesh(mesh), dtype or default_dtype()
+        target = find_bundled(target)
         record, params = load_fused(target, dtype, quantise=quantise, mesh=mesh)
         tokenizer = load_tokenizer(as_path(target)) if record.tokenizer_sha256 is not None else None
         engine = cls(
@@ -172,6 +178,7 @@ class Engine:
             drafting=drafting,
             mesh=mesh,
         )
+        engine.recommended = recommended_sampling(target)
         if draft is None:
             return engine
         return engine.load_draft(
@@ -192,6 +199,7 @@ class Engine:
         window: int | None = None,
     ) -> "Engine":
         """Returns an engine of the same target with the draft of a model folder (see `load`)."""
+        draft = find_bundled(draft)
         record, params = load_draft(
             draft,
             dtype or default_dtype(),

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from poss_jax.config.decoding import AnswerConfig
+from poss_jax.config.decoding import AnswerConfig, SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.reading import (
@@ -52,6 +52,9 @@ _METAVARS = {
     "PATH": "output",
     "DATA": "data.source",
 }
+FILTERS = ("top_k", "top_p", "min_p")
+"""Settings of sampling that change nothing at temperature 0."""
+
 _SHOWN = {
     "models": "target draft drafts init_draft server",
     "input and output": "question prompt prompts datasets num_prompts data.source self_prompt "
@@ -141,7 +144,10 @@ def read_arguments(
     )
     ways = getattr(config, "methods", {}).values()
     check_depths([getattr(config, "tree", None), *(way.tree for way in ways)])
-    _warn_of_idle(config, given)
+    sampling = getattr(config, "sampling", None)
+    if isinstance(sampling, SamplingConfig):  # else the model has a say (`choose_sampling`)
+        names = {option.key.rpartition(".")[2] for option in given}
+        warn_of_idle(sampling, [name for name in FILTERS if name in names])
     return config, args
 
 
@@ -277,6 +283,8 @@ def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action
             text += " The option may be repeated."
         elif option.key.startswith("tree.") and tree is None:
             text += " (default: the device's)"
+        elif option.key.startswith("sampling.") and option.about.default is None:
+            text += " (default: the model's)"
         else:
             text = _help_of(option.about)
     return group.add_argument(option.flag, dest=option.key, help=text.replace("%", "%%"), **action)
@@ -418,10 +426,7 @@ def _device_tree() -> TreeConfig:
     return default_tree()
 
 
-def _warn_of_idle(config: Any, given: dict[Option, Any]) -> None:
-    """Says that options change nothing at temperature 0."""
-    sampling = getattr(config, "sampling", None)
-    idle = [one.key.rpartition(".")[2] for one in given if one.key.startswith("sampling.")]
-    idle = [name for name in ("top_k", "top_p", "min_p") if name in idle]
-    if idle and sampling is not None and sampling.temperature == 0:
-        _LOG.warning("at temperature 0, %s changes nothing; give --temperature", idle[0])
+def warn_of_idle(sampling: SamplingConfig, filters: Sequence[str]) -> None:
+    """Says that filters a user has set change nothing at temperature 0."""
+    if filters and sampling.temperature == 0:
+        _LOG.warning("at temperature 0, %s changes nothing; give --temperature", filters[0])

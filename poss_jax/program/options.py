@@ -1,12 +1,17 @@
-"""Loads the models of a program's settings, by default the bundled ones."""
+"""Loads the models of a program's settings, by default the bundled ones, and settles sampling."""
+
+import logging
+from dataclasses import replace
 
 from poss_jax.bundled.conversion import find_model
-from poss_jax.bundled.default import default_drafts, default_target
-from poss_jax.config.decoding import SMOLLM2, AnswerConfig
+from poss_jax.bundled.default import default_drafts, with_bundled
+from poss_jax.config.decoding import SMOLLM2, AnswerConfig, SamplingConfig, SamplingOptions
 from poss_jax.config.paths import as_path
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.trees import read_trees
-from poss_jax.program.arguments import check_depths
+from poss_jax.program.arguments import FILTERS, check_depths, warn_of_idle
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_engine(config: AnswerConfig) -> Engine:
@@ -15,12 +20,12 @@ def load_engine(config: AnswerConfig) -> Engine:
     Raises:
       UserError: what `find_model`, `Engine.load` or `read_trees` refuses.
     """
-    target, draft = config.target, config.draft
-    if target == SMOLLM2:
-        target = default_target()
-        draft = next(iter(default_drafts().values()), None) if draft is None else draft
-    target = find_model(str(target))
-    draft = None if draft is None else find_model(str(draft), target=target)
+    if config.draft is None and config.target == SMOLLM2:
+        config = replace(config, draft=next(iter(default_drafts()), None))
+    config = with_bundled(config)
+    target = find_model(str(config.target))
+    draft = config.draft
+    draft = None if draft is None else find_model(draft, target=target)
     trees = {} if config.trees is None else read_trees(as_path(config.trees))
     check_depths(trees.values())
     return Engine.load(
@@ -35,3 +40,12 @@ def load_engine(config: AnswerConfig) -> Engine:
         quantise=config.quantise,
         mesh=config.mesh,
     )
+
+
+def choose_sampling(options: SamplingOptions, engine: Engine) -> SamplingConfig:
+    """Returns how a program samples: as the user says, else as the model's authors do; logs it."""
+    sampling = options.over(engine.recommended)
+    own = [name for name in sampling.changed if getattr(options, name) is None]
+    _LOG.warning("sampling: %s%s", sampling, f" (the model's own {', '.join(own)})" if own else "")
+    warn_of_idle(sampling, [name for name in FILTERS if getattr(options, name) is not None])
+    return sampling

@@ -30,7 +30,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Closed, Scheduler
 from poss_jax.engine.slots import Slots
-from poss_jax.program.options import load_engine
+from poss_jax.program.options import choose_sampling, load_engine
 from poss_jax.serving.bodies import (
     ApiError,
     ChatRequest,
@@ -90,7 +90,7 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
         max_cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
         max_prefix_bytes=_prefix_bytes(config),
     )
-    slots.check(PreparedPrompt([0], 1, config.sampling))
+    slots.check(PreparedPrompt([0], 1, choose_sampling(config.sampling, engine)))
     num_tokens, gib = slots.prefixes.most * slots.chunk, slots.prefixes.most_bytes / 2**30
     _LOG.warning("prefix cache: room for %d tokens, at most %.2f GiB per device", num_tokens, gib)
     return slots

@@ -302,7 +302,8 @@ def _prepare_choices(
     caller: Caller | None,
 ) -> list[PreparedPrompt]:
     """Prepares all choices; without a limit they get the room there is, up to the default."""
-    sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
+    defaults = config.sampling.over(engine.recommended)
+    sampling, stop_ids = _read_sampling(defaults, body), _read_stop_ids(engine, body)
     # Otherwise the answer continues the last message, and is decoded behind it.
     is_chat = rendering is not None and "continue_final_message" not in rendering.variables
     num_continued, is_bare, prepared = 0, False, []
