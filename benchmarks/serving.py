@@ -33,7 +33,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-from tqdm import tqdm
 
 from benchmarks.options import Schema, make_parser, read_schemas
 from benchmarks.python_models import python_model
@@ -41,6 +40,7 @@ from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.paths import child_python
+from poss_jax.data.progress import progress_bar
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.prompts import PreparedPrompt
@@ -187,7 +187,7 @@ async def run_load(
 
     async with make_client(url) as client:
         clients = [asyncio.create_task(run_client(i, client)) for i in range(num_clients)]
-        with tqdm(total=round(seconds), desc="load", unit="s") as bar:
+        with progress_bar(total=round(seconds), desc="load", unit="s") as bar:
             while time.monotonic() < end:
                 await asyncio.sleep(1)
                 bar.update()
@@ -289,7 +289,7 @@ def measure_throughput(
         runs: dict[str, Callable[[], float]] = {"engine": partial(run_engine, engine, subset, size)}
         for name, ask_one in (("streamed", ask), ("whole", ask_whole)):
             runs[name] = partial(run_server, url, ask_one, subset, size)
-        passes = tqdm(range(1 + args.repeats), desc=f"{size} clients", unit="pass")
+        passes = progress_bar(range(1 + args.repeats), desc=f"{size} clients", unit="pass")
         speeds = [{name: run() for name, run in runs.items()} for _ in passes][1:]
         row: dict[str, Any] = {"clients": size}
         row |= {name: float(np.median([speed[name] for speed in speeds])) for name in runs}

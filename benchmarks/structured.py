@@ -15,12 +15,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import jsonschema_rs
-from tqdm import tqdm
 
 from benchmarks.options import Schema, add_numbers, make_parser, read_schemas
 from infer.bench.report import show_report
 from poss_jax.bundled.default import default_drafts, default_target
 from poss_jax.checkpoint.record import provenance
+from poss_jax.data.progress import progress_bar
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Grammar
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     engine = alone.load_draft(default_drafts()[DRAFT])
     runs: dict[str, list[Asked]] = {"grammar": [], "no grammar": [], "grammar, no draft": []}
     num_equal = 0
-    for index, (_, schema) in enumerate(tqdm(read_schemas()[: args.schemas])):
+    for index, (_, schema) in enumerate(progress_bar(read_schemas()[: args.schemas])):
         guided = ask(engine, schema, args.tokens, is_guided=True)
         runs["grammar"].append(guided)
         runs["no grammar"].append(ask(engine, schema, args.tokens, is_guided=False))

@@ -32,7 +32,6 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from tqdm import tqdm
 
 from benchmarks.options import report_folder
 from benchmarks.study_report import format_study, plot
@@ -49,6 +48,7 @@ from poss_jax.config.numbers import Seed
 from poss_jax.config.paths import child_python
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
+from poss_jax.data.progress import progress_bar
 from poss_jax.model.parameters import split_items
 from poss_jax.program.arguments import at_least
 from poss_jax.program.running import Parser, run_program
@@ -167,7 +167,7 @@ def train_all(config: StudyConfig, runs: Sequence[Run], num_jobs: int) -> None:
     with ThreadPoolExecutor(num_jobs) as pool:
         futures = [pool.submit(train, config, run, is_alone=False) for run in runs]
         try:
-            for future in tqdm(futures, desc="training", unit="run"):
+            for future in progress_bar(futures, desc="training", unit="run"):
                 future.result()
         finally:
             pool.shutdown(cancel_futures=True)

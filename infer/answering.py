@@ -10,12 +10,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from poss_jax.checkpoint.whole import write_output
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.paths import as_path, local_path
 from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.data.progress import progress_bar
 from poss_jax.engine.answers import Chunk, Generation, mean_acceptance_length
 from poss_jax.engine.dialogue import (
     PROMPT_KEYS,
@@ -139,14 +138,15 @@ def answer_prompts(config: GenerateConfig) -> None:
     check_dialogues(engine, dialogues)
     engine.check_stop(config.stop, config.max_new_tokens)
     started, interruption = time.monotonic(), None
-    for length in tqdm(config.precompile, desc="compile", disable=len(config.precompile) < 2):
+    is_one = len(config.precompile) < 2
+    for length in progress_bar(config.precompile, desc="compile", disable=is_one):
         engine.precompile([length], batch_size=config.batch_size)
     screen = Screen(shows_drafts=config.show_drafts)
     total = sum(len(dialogue.left) for dialogue in dialogues)
     answers = answer_dialogues(engine, dialogues, config, screen)
     if total < 2 and not config.stream:  # no bar, and nothing to see meanwhile
         answers = announce(answers, _FIRST)
-    bar = tqdm(answers, total=total, unit="answer", disable=total < 2 or config.stream)
+    bar = progress_bar(answers, total=total, unit="answer", disable=total < 2 or config.stream)
     with _kept_answers(output, records, dialogues) as given:
         try:
             for index, turn, answer in bar:

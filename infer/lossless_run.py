@@ -20,6 +20,7 @@ from tqdm import tqdm
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import Drafting, TreeConfig
+from poss_jax.data.progress import progress_bar
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import History, draw_noise, process_logits, shift_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
@@ -70,7 +71,7 @@ def check_lossless(
     jobs = list(draw_jobs(decoders[0].engine, prompts))
     settings = [setting for decoder in decoders[1:] for setting in list_settings(decoder)]
     total = len(jobs) * (1 + len(settings))
-    with tqdm(total=total, desc="check lossless", unit="answer") as progress:
+    with progress_bar(total=total, desc="check lossless", unit="answer") as progress:
         expected = _decode(decoders[0].engine, jobs, 1, progress)
         rows = []
         for setting in settings:
@@ -303,6 +304,9 @@ def check(config: BenchConfig) -> None:
     decoders = load_decoders(config)
     report = check_lossless(decoders, first_prompts(read_questions(config, decoders[0].engine)))
     print(format_check(report))
-    print_summary(with_provenance(report, config), "")
+    counts = {kind: len(report[kind]) for kind in ("settings", "excused", "failures")}
+    print_summary(
+        with_provenance(report, config), "", brief={"answers": report["answers"], **counts}
+    )
     if report["failures"]:
         raise SystemExit(1)

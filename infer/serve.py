@@ -25,11 +25,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError
+from poss_jax.data.progress import progress_bar
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.processes import start_processes
@@ -91,7 +90,7 @@ def _precompile(slots: "Slots") -> None:
     from poss_jax.engine.warm_up import WarmUp
 
     warmth = WarmUp(slots.shapes())
-    for _ in tqdm(warmth, desc="compiling", disable=None):
+    for _ in progress_bar(warmth, desc="compiling"):
         pass
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # see `run_program`
     print_summary({"programs": len(warmth), "folder": folder}, f"{warmth}, in {folder}")

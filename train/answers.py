@@ -22,6 +22,7 @@ from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.data.conversations import read_questions
+from poss_jax.data.progress import progress_bar
 from poss_jax.data.records import Broken, read_records
 from poss_jax.data.tokenizer import special_pattern
 from poss_jax.engine.answers import Generation
@@ -63,7 +64,8 @@ def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
     special = re.compile("(?!)") if tokenizer is None else special_pattern(tokenizer)
     questions: list[Question] = []
     num_usable = 0
-    for index, (where, record) in enumerate(tqdm(read_records(config), desc="read", delay=2)):
+    records = progress_bar(read_records(config), desc="read", delay=2)
+    for index, (where, record) in enumerate(records):
         if num_usable == config.max_documents:
             break
         messages = record if isinstance(record, Broken) else read_questions(record)

@@ -22,6 +22,7 @@ from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.features import LOCK, FeatureCache, open_cache
 from poss_jax.data.prepared import Prepared
+from poss_jax.data.progress import progress_bar
 from poss_jax.data.rows import Rows
 from poss_jax.model.documents import TrainBatch, encode
 from poss_jax.model.parameters import place_weights
@@ -134,7 +135,7 @@ def fill_cache(
       UserError: the shards cannot be written, or this process does not see them.
     """
     rows = _join(parts)
-    progress = tqdm(
+    progress = progress_bar(
         total=len(rows), desc="features", unit="row", delay=2, disable=not is_first_process()
     )
     with ExitStack() as held, progress:

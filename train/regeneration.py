@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.whole import sole_writer
 from poss_jax.config.data import DataConfig
@@ -18,6 +16,7 @@ from poss_jax.config.paths import as_path, is_uri, local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.data.files import matching_files
+from poss_jax.data.progress import progress_bar
 from poss_jax.data.templates import ChatTemplate
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.dialogue import answer_all
@@ -88,7 +87,9 @@ def _answer_remaining(config: RegenerateConfig, output: Path, *, overwrite: bool
     if config.self_prompt is not None:
         lines_to_come = read_seen(files.output, num_done).drop_repeated(lines_to_come)
     with (
-        tqdm(total=len(questions), initial=num_done, desc="answer", unit="chat") as progress,
+        progress_bar(
+            total=len(questions), initial=num_done, desc="answer", unit="chat"
+        ) as progress,
         closing(lines_to_come) as answers,
     ):
         for lines in answers:

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import logging
 import resource
 import sys
 import time
@@ -9,14 +10,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
+from poss_jax.data.progress import progress_bar
 
 from .devices import is_first_process
 from .run_folder import RunFolder
+
+_LOG = logging.getLogger(__name__)
 
 _DECAY = 0.98  # the running mean covers about fifty steps
 _MARGIN = 1.0  # a loss near zero may jump by several times its size
@@ -76,7 +79,7 @@ class RunLog:
         self._last_line = first_step, self._started
         self._loggers = open_loggers(config, folder.path, first_step) if is_first_process() else []
         self._shown: dict[str, str] = {}
-        self._progress = tqdm(
+        self._progress = progress_bar(
             total=config.num_steps * self._tokens_per_step,
             initial=first_step * self._tokens_per_step,
             desc=f"train {folder.path.name}",
@@ -132,6 +135,8 @@ class RunLog:
         """
         check_finite(step, results)
         self._write(step, results)
+        if self._progress.disable and is_first_process():  # no terminal
+            _LOG.warning("step %d of %d: %s", step, self._config.num_steps, _describe(results))
         if "simulated_acceptance_length" in results:
             self._show(accept=results["simulated_acceptance_length"])
 
@@ -155,6 +160,12 @@ class RunLog:
         self._shown |= {name: f"{number:.3f}" for name, number in numbers.items()}
         self._shown["peak"] = f"{_peak_bytes() / 2**30:.1f}GiB"
         self._progress.set_postfix(self._shown)
+
+
+def _describe(results: dict[str, Any]) -> str:
+    """The numbers of a validation in a line, without those by depth."""
+    numbers = {name: value for name, value in results.items() if isinstance(value, float)}
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())
 
 
 def _peak_bytes() -> int:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
 from poss_jax.checkpoint.record import ModelRecord
@@ -17,6 +16,7 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.data.conversations import Tokens
+from poss_jax.data.progress import progress_bar
 from poss_jax.data.rows import Rows, make_rows
 from poss_jax.engine.answers import Generation, mean_acceptance_length
 from poss_jax.engine.device import default_dtype
@@ -108,7 +108,7 @@ def decode(config: DriftConfig) -> tuple[Answers, list[int], dict[str, Answers]]
 
 
 def _answer(decoder: Decoder, questions: Sequence[Dialogue]) -> Answers:
-    bar = tqdm(questions, desc=decoder.name, unit="prompt")
+    bar = progress_bar(questions, desc=decoder.name, unit="prompt")
     return [[timed.answer for timed in play(decoder.engine, [question])[0]] for question in bar]
 
 
@@ -149,7 +149,7 @@ def follow(
         return sums._replace(losses={}), shown.tokens[:, 0]
 
     results = []
-    for index in tqdm(range(len(rows)), desc=f"{name}, teacher-forced", unit="text"):
+    for index in progress_bar(range(len(rows)), desc=f"{name}, teacher-forced", unit="text"):
         row = rows[index : index + 1]
         batch = TrainBatch(*map(jnp.asarray, (row.tokens, row.loss_mask, row.documents)))
         results.append(jax.device_get(run(draft, target, batch)))

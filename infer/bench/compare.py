@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from poss_jax.checkpoint.record import provenance, read_record
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.paths import local_path
 from poss_jax.config.reading import config_to_dict
+from poss_jax.data.progress import progress_bar
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
@@ -85,7 +85,7 @@ def bench(
     ]
     described = journal.methods.keys() - {key.method for key in journal.missing(keys)}
     every = [dialogue for asked in dialogues.values() for dialogue in asked]
-    for decoder in tqdm([d for d in decoders if d.name not in described], desc="compile"):
+    for decoder in progress_bar([d for d in decoders if d.name not in described], desc="compile"):
         decoder.compile(every, batch_size=config.batch_size)
     by_depth = {"drift": study(config.by_depth)} if config.drift else {}
     _answer_missing(config, keys, decoders, sets, dialogues, journal)
@@ -165,7 +165,7 @@ def _answer_missing(
         return key._replace(question=key.question // config.batch_size)
 
     missing = list(journal.missing(keys))
-    with tqdm(
+    with progress_bar(
         total=len(keys), initial=len(keys) - len(missing), desc="bench", unit="question"
     ) as progress:
         for (cell, _, method, _), group in groupby(missing, batch_of):

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from poss_jax.config.models import TreeConfig
+from poss_jax.data.progress import progress_bar
 from poss_jax.decode import speculate, verify
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Tree, root_tree
@@ -124,7 +124,7 @@ def time_in_turn(
       title: title of a progress bar; None: none is shown.
     """
     seconds: dict[_Name, list[float]] = {name: [] for name in programs}
-    for _ in tqdm(range(num_calls + 1), desc=title, unit="call", disable=title is None):
+    for _ in progress_bar(range(num_calls + 1), desc=title, unit="call", disable=title is None):
         for name, run in programs.items():
             started = time.perf_counter()
             jax.block_until_ready(run())

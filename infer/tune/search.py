@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import config_to_dict
+from poss_jax.data.progress import progress_bar
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Candidates, Tree, make_tree, root_tree
@@ -141,7 +142,8 @@ def record_all(
     # All start with the program of one tree.
     trees = [TreeConfig(depth=depth, top_k=top_k, total_tokens=2) for top_k in top_ks]
     engine = engine.with_tree(trees[-1])
-    with tqdm(total=len(top_ks) * len(prompts), desc="recording", unit="answer") as progress:
+    total = len(top_ks) * len(prompts)
+    with progress_bar(total=total, desc="recording", unit="answer") as progress:
         return {tree.top_k: record(engine, prompts, tree, progress) for tree in trees}
 
 
@@ -359,7 +361,7 @@ def confirm(
     """Decodes all prompts with every tree, interleaved; ratios are relative to the first tree."""
     engines = {tree: engine.with_tree({1: tree}) for tree in trees}
     passes = {tree: [] for tree in trees}
-    with tqdm(total=(1 + repeats) * len(trees), desc="confirming", unit="pass") as progress:
+    with progress_bar(total=(1 + repeats) * len(trees), desc="confirming", unit="pass") as progress:
         for _ in range(1 + repeats):  # the first pass compiles
             for tree in trees:
                 passes[tree].append(time_batches(engines[tree], prompts, batch_size))

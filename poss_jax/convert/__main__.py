@@ -28,6 +28,7 @@ from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.models import Quantisation
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import printable
+from poss_jax.data.progress import progress_bar
 from poss_jax.program.arguments import describe
 from poss_jax.program.output import add_json, print_summary, waiting, wants_json
 from poss_jax.program.running import Parser, add_version, run_program
@@ -73,7 +74,7 @@ def _export(output: AnyPath, *, as_bin: bool, **options: Any) -> None:
         from poss_jax.convert.export import plan_export, write_export
     export = plan_export(**options)
     print("\n".join(map(printable, _format_rows(export.rows))))
-    arrays = tqdm(export.arrays(), total=len(export.rows), unit="tensor", disable=None)
+    arrays = progress_bar(export.arrays(), total=len(export.rows), unit="tensor")
     write_export(output, export, iter(arrays), as_bin=as_bin)
     summary = {"output": str(output), "tensors": len(export.rows), "dtype": export.dtype}
     print_summary(summary, f"wrote {output}: {len(export.rows)} tensors, {export.dtype}")
@@ -90,7 +91,7 @@ def _convert(command: str, output: AnyPath, **options: Any) -> None:
     lines = [*(f"assumed: {line}" for line in conversion.assumed), *_format_rows(conversion.rows)]
     print("\n".join(map(printable, lines)))
     record = conversion.record
-    with tqdm(total=len(record.items), unit="item", disable=None) as progress:
+    with progress_bar(total=len(record.items), unit="item") as progress:
         # Iterating over tqdm itself would keep each item until the next one has been made.
         items = map(partial(_advance, progress), conversion.items)
         write_model(output, record, items, tokenizer_from=conversion.tokenizer_from)

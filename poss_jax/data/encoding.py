@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens
 from poss_jax.data.marks import encode_rendered
+from poss_jax.data.progress import progress_bar
 from poss_jax.data.records import Broken
 from poss_jax.data.templates import ChatTemplate, RenderedChat
 from poss_jax.data.tokenizer import encode_plain, special_ids
@@ -31,7 +31,7 @@ def encode_documents(
       The sequences of every document (several for some chats, see `ChatTemplate.render` and
       `_join`), or why it cannot be used.
     """
-    with tqdm(total=len(documents), desc="tokenise", unit="doc", delay=2) as progress:
+    with progress_bar(total=len(documents), desc="tokenise", unit="doc", delay=2) as progress:
         for start in range(0, len(documents), _DOCUMENTS_PER_CHUNK):
             chunk = documents[start : start + _DOCUMENTS_PER_CHUNK]
             if isinstance(chunk[0], Tokens):

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tqdm import tqdm
-
 from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
 from poss_jax.data.conversations import Document, content_key, detect_format, read_document
+from poss_jax.data.progress import progress_bar
 from poss_jax.data.records import Broken, read_records
 
 _NAMED = 3  # of the dropped records
@@ -93,7 +92,7 @@ def load_documents(config: DataConfig) -> Documents:
 def _usable_documents(config: DataConfig, tally: Tally) -> Iterator[tuple[str, Document]]:
     """Yields (key that decides the side of the split, document)."""
     kind = None if config.format == "auto" else config.format
-    for where, record in tqdm(read_records(config), desc="read", unit="rec", delay=2):
+    for where, record in progress_bar(read_records(config), desc="read", unit="rec", delay=2):
         tally.records += 1
         if isinstance(record, dict):
             kind = kind or detect_format(record)
