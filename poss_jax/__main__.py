@@ -31,8 +31,9 @@ def main(arguments: Sequence[str]) -> None:
         find_program(command.module).cli()
     else:
         known = [*COMMANDS, "--help", "--version", "--print-completion"]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        sys.stderr.write(f"error: unknown command {name[:100]!a}; did you mean {near}?\n")
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"see {umbrella_name()} --help"
+        sys.stderr.write(f"error: unknown command {name[:100]!a}; {hint}\n")
         raise SystemExit(2)
 
 

@@ -70,6 +70,7 @@ def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path: Path) 
     [
         ("--temprature 1", "unknown option --temprature; did you mean --temperature?"),
         ("--temprature=1", "unknown option --temprature; did you mean --temperature?"),
+        ("--bogus 1", "unknown option --bogus; see --help"),
         ("sampling.temprature=1", "temprature=1': unknown key 'sampling.temprature'; did you mean"),
         ("word", "'word' and --target: both name the target; leave out one"),
         ("a=1 word", "override 'word': want section.key=value"),

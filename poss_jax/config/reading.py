@@ -7,7 +7,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_origin
 
@@ -164,6 +164,15 @@ def change_config(config: ConfigT, *, origin: str, **changes: Any) -> ConfigT:
     return build_config(type(config), values, origin=origin)
 
 
+def suggest(word: str, known: Iterable[str], *, quote: bool = False, otherwise: str = "") -> str:
+    """Asks for the known word that an unknown one resembles; says otherwise, or lists them."""
+    names = [repr(name) if quote else name for name in known]
+    near = difflib.get_close_matches(repr(word) if quote else word, names, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return otherwise or cut(f"want one of {', '.join(names)}", 200)
+
+
 def shorten(value: Any) -> str:
     """Formats a value for messages, cutting long ones."""
     try:
@@ -236,8 +245,7 @@ def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
     where = cut(".".join(str(key) for key in error["loc"]))
     match error["type"]:
         case "unexpected_keyword_argument":
-            near = difflib.get_close_matches(where, list_keys(kind), n=1, cutoff=0.0)
-            return where, f"unknown key {where!r}; did you mean {near[0]!r}?"
+            return where, f"unknown key {where!r}; {suggest(where, list_keys(kind), quote=True)}"
         case "missing":
             return where, f"missing key {where!r}"
         case "value_error":

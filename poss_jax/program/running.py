@@ -2,7 +2,6 @@
 
 import argparse
 import atexit
-import difflib
 import errno
 import io
 import logging
@@ -28,6 +27,7 @@ from poss_jax.config.reading import (
     printable,
     printable_lines,
     shorten,
+    suggest,
 )
 from poss_jax.config.version import __version__
 from poss_jax.program.commands import name_programs, started_as
@@ -90,8 +90,8 @@ class Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
         if message.startswith("unrecognized") and unknown[0].startswith("--"):
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.0)
-            raise UserError(f"unknown option {cut(unknown[0])}; did you mean {near[0]}?")
+            hint = suggest(unknown[0], known, otherwise="see --help")
+            raise UserError(f"unknown option {cut(unknown[0])}; {hint}")
         raise UserError(f"{' '.join(message.splitlines())}; see --help")
 
 
