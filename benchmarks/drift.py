@@ -3,7 +3,7 @@ r"""Measures drafts by depth: how features drift, and what is accepted where.
 Needs a target and drafts (model folders). The target answers every prompt greedily. Each draft then
 drafts a chain from every position of these answers, teacher-forced as in training's validation, and
 also decodes the prompts with chains. Prints tables with 95 % intervals over prompts, and as its
-last line everything as one JSON object; --output keeps report.json, report.md and a plot.
+last line what was found, with --json everything; --output keeps report.json, report.md and a plot.
 
     python -m benchmarks.drift --config configs/demo/drift.yaml
     python -m benchmarks.drift --target T --draft EAGLE-2=E --draft PosS-3=P \
@@ -34,7 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with waiting("importing JAX ..."):
         from infer.bench.by_depth import study
-        from infer.bench.by_depth_report import format_brief, format_report, plot_report
+        from infer.bench.by_depth_report import (
+            describe,
+            format_brief,
+            format_report,
+            plot_report,
+        )
         from infer.bench.report import open_output, show_report
     with open_output(config.output, overwrite=args.overwrite) as folder:
         report = study(config)
@@ -45,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report,
             format_report(report),
             folder,
+            found=describe(report),
             brief=format_brief(report),
             plot=lambda folder: plot_report(report, folder / "drift.svg"),
         )

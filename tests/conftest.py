@@ -44,6 +44,12 @@ def fixtures() -> Path:
     return FIXTURES
 
 
+@pytest.fixture
+def asks_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process was started with --json, so programs print their whole result."""
+    monkeypatch.setattr("sys.argv", ["program", "--json"])
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
     """Folders of the tiny models, which all workers share: nothing may write into them."""

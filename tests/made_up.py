@@ -97,6 +97,7 @@ def made_up_report() -> dict[str, Any]:
     about = {"set": "made up", "temperature": 0.0, "seeds": [0], "example": example}
     return {
         "baseline": "plain",
+        "target": "T",
         "max_new_tokens": 8,
         "repeats": 2,
         "groups": [about | made_up_group()],

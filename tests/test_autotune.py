@@ -34,6 +34,8 @@ from poss_jax.engine import trees as tree_files
 from poss_jax.engine.trees import find_tuned, read_trees, tuned_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
 
+pytestmark = pytest.mark.usefixtures("asks_json")
+
 PROMPTS = ["def area_7", "class", "return x"]
 SMALL = TreeConfig(depth=2, top_k=2, total_tokens=4)
 

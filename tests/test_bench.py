@@ -28,6 +28,8 @@ from poss_jax.engine.dialogue import read_dialogues
 from poss_jax.engine.engine import Engine
 from poss_jax.model.quantise import Quantised
 
+pytestmark = pytest.mark.usefixtures("asks_json")
+
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:

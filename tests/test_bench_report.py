@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from made_up import (
 from infer.bench import page as page_module
 from infer.bench.journal import write_answer_files
 from infer.bench.page import write_page
-from infer.bench.report import check_output, describe, format_brief, format_report
+from infer.bench.report import check_output, describe, format_brief, format_report, show_report
 from infer.bench.summary import Grid, make_grid, summarise, summarise_group
 from poss_jax.config.reading import UserError
 
@@ -260,12 +261,12 @@ def test_a_terminal_is_shown_what_fits_it() -> None:
         format_brief(report)
         == """\
 made up, temperature 0, 2 questions
-       tokens per pass  tokens/s  speed-up (95 %)  equal texts
-plain             1.00       3.2             1.00       2 of 2
-draft             2.83      10.7             3.33       1 of 2
+       acceptance length  tokens/s  speed-up (95 %)  equal texts
+plain               1.00       3.2             1.00       2 of 2
+draft               2.83      10.7             3.33       1 of 2
 
 draft wrote 2 texts 3.33 x as fast as decoding without a draft.
-Tokens per pass of the target: draft 2.80; without a draft 1.
+Tokens per pass of the target, all texts pooled: draft 2.80; without a draft 1.
 1 of 2 texts with drafts equal those without, token for token."""
     )
     rows = report["groups"][0]["methods"]["draft"]["all"]
@@ -273,13 +274,26 @@ Tokens per pass of the target: draft 2.80; without a draft 1.
     assert describe(report)[0].startswith("draft wrote the same 2 texts 3.33 x as fast")
     report["methods"]["draft"]["drafting"] = "sampled"
     assert len(describe(report)) == 2 and "2 of 2" in format_brief(report)
-    assert "draft             2.83      10.7             3.33\n" in format_brief(report)
+    assert "draft               2.83      10.7             3.33\n" in format_brief(report)
     report["methods"]["draft"]["saves"] = 0.2
     assert describe(report)[2] == (
         "With 32,000 tokens (train.draft_vocab) rounds would read less: draft 20%."
     )
     only_plain = report | {"methods": {"plain": report["methods"]["plain"]}}
     assert describe(only_plain) == ["Without a draft: 3.2 tokens/s."]
+
+
+def test_last_line_is_short_unless_json_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = made_up_report()
+    show_report(report, "table", tmp_path, found="x" * 1000)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert len(last) < 500 + len(str(tmp_path))
+    assert json.loads(Path(json.loads(last)["report"]).read_text()) == report
+    monkeypatch.setattr(sys, "argv", ["bench", "--json"])
+    show_report(report, "table", None, found="x")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
 
 
 def test_phases_are_left_out_where_none_were_measured() -> None:

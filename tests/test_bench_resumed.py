@@ -26,6 +26,8 @@ from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vo
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.reading import UserError
 
+pytestmark = pytest.mark.usefixtures("asks_json")
+
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:

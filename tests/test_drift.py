@@ -35,6 +35,8 @@ from poss_jax.model.documents import TrainBatch, trained_rows
 from poss_jax.model.parameters import split_items
 from poss_jax.model.target import stack_layers
 
+pytestmark = pytest.mark.usefixtures("asks_json")
+
 R, N = 3, 14
 
 
@@ -146,7 +148,7 @@ def test_a_draft_that_knows_the_target(certain: Path, capsys: pytest.CaptureFixt
     assert 2 / 2**4 <= pair["p_value"] < 1  # all signs of four questions
 
     *_, head, first, second, difference = format_brief(report).splitlines()
-    assert head.split() == "tokens per pass at 1 at 2 at 3".split()
+    assert head.split() == "acceptance length at 1 at 2 at 3".split()
     assert first.split() == ["knowing", f"{gain[0]:.2f}", *["100%"] * R]
     assert second.split()[:2] == ["random", f"{gain[1]:.2f}"]
     assert difference.startswith(f"random less knowing: -{gain[0] - gain[1]:.2f} tokens, p ")

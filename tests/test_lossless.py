@@ -17,6 +17,8 @@ from poss_jax.config.models import TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.engine.answers import Generation
 
+pytestmark = pytest.mark.usefixtures("asks_json")
+
 NO_NOISE = np.zeros(4, np.float32)
 
 

@@ -37,10 +37,19 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def describe(report: dict[str, Any]) -> str:
+    """The acceptance lengths of all drafts, in a sentence."""
+    lengths = (
+        f"{name} {draft['decoded_acceptance_length']['value']:.2f}"
+        for name, draft in report["drafts"].items()
+    )
+    return f"Acceptance lengths of greedy chains: {', '.join(lengths)}."
+
+
 def format_brief(report: dict[str, Any]) -> str:
-    """The main numbers within 80 columns: tokens per pass, and what is accepted by position."""
+    """The main numbers within 80 columns: acceptance lengths, and what is accepted by position."""
     positions = range(1, min(report["depth"], _MOST_POSITIONS) + 1)
-    head, rows = ["", "tokens per pass", *(f"at {position}" for position in positions)], []
+    head, rows = ["", "acceptance length", *(f"at {position}" for position in positions)], []
     for name, draft in report["drafts"].items():
         accepted = draft["by_depth"]["decoded_conditional_acceptance"]["value"]
         cells = ["" if np.isnan(share) else f"{share:.0%}" for share in np.array(accepted, float)]

@@ -37,7 +37,7 @@ from .page import write_page
 from .phases import measure_card
 from .questions import Question, first_prompts, make_dialogues, read_sets
 from .rates import device_name, find_roofline
-from .report import format_brief, format_report, open_output, show_report, with_provenance
+from .report import describe, format_brief, format_report, open_output, show_report, with_provenance
 from .summary import make_grid, show_example, summarise_group
 
 
@@ -56,7 +56,8 @@ def run(config: BenchConfig, *, from_scratch: bool) -> None:
             write_page(report, folder / "report.html")
             write_answer_files(answers, folder)
 
-        show_report(report, table, folder, brief=format_brief(report), write=write)
+        texts = {"found": describe(report)[0], "brief": format_brief(report)}
+        show_report(report, table, folder, write=write, **texts)
 
 
 def bench(
@@ -92,6 +93,7 @@ def bench(
     prompt = first_prompts(next(iter(dialogues.values())))[0]
     report = {
         "baseline": AUTOREGRESSIVE,
+        "target": decoders[0].engine.record.target.name,
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
         "groups": list(_summarise(config, decoders, dialogues, journal)),

@@ -24,6 +24,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.rounds import decode_batch, on_mesh, run_rounds, start
 from poss_jax.model import target
+from poss_jax.model.parameters import count_parameters
 from poss_jax.model.ranking import choose
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.model.target import compute_dtype
@@ -174,20 +175,21 @@ def play(
 
 
 def count_memory(engine: Engine) -> dict[str, int]:
-    """Counts what target and draft hold: parameters, their bytes, and bytes of cache per token.
+    """Counts parameters of target and draft, bytes they hold, and bytes of cache per token.
 
-    Arrays that a draft shares with its target count for the target.
+    Parameters are those of the model folder; what a draft borrows from its target as it is, such
+    as the embedding, holds no bytes, a copy of some rows of the head does.
     """
     config = engine.decode_config(2)
     size = compute_dtype(engine.weights.target).itemsize
-    shared = {id(leaf) for leaf in jax.tree.leaves(engine.weights.target)}
-    draft = [leaf for leaf in jax.tree.leaves(engine.weights.draft) if id(leaf) not in shared]
-    target = jax.tree.leaves(engine.weights.target)
-    target = list({id(leaf): leaf for leaf in target}.values())  # a tied head once
+    target = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(engine.weights.target)}
+    draft = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(engine.weights.draft)}
+    own = {key: num_bytes for key, num_bytes in draft.items() if key not in target}
     counts = {
-        f"{name}_{kind}": sum(getattr(leaf, attribute) for leaf in leaves)
-        for name, leaves in (("target", target), ("draft", draft))
-        for kind, attribute in (("parameters", "size"), ("bytes", "nbytes"))
+        "target_parameters": count_parameters(config.target),
+        "target_bytes": sum(target.values()),
+        "draft_parameters": count_parameters(config.draft) if config.draft else 0,
+        "draft_bytes": sum(own.values()),
     }
     row = 2 * size * config.target.num_kv_heads * config.target.head_dim
     counts["target_cache_bytes_per_token"] = config.target.num_layers * row

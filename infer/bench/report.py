@@ -12,7 +12,7 @@ from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty, sole_writer, write_file
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.paths import local_path
-from poss_jax.config.reading import config_to_dict
+from poss_jax.config.reading import config_to_dict, cut
 from poss_jax.program.output import check_writable, print_summary, wants_json
 from poss_jax.program.tables import align, fold, format_rows
 
@@ -128,7 +128,7 @@ def _memory_table(report: dict[str, Any]) -> list[str]:
         cells += [" + ".join(sizes), f"{entry['compile_seconds']:.1f}"]
         cells += [f"{first['cold']:.2f}", f"{first['warm']:.4f}"]
         table.append(cells)
-    head = ["method", "tree: depth/top_k/nodes", "parameters of the draft", "MB"]
+    head = ["method", "tree: depth/top_k/nodes", "parameters of the draft", "MB held"]
     head += ["cache bytes per token: target + draft", "compile s", "first token, cold s", "warm s"]
     return ["## Trees, memory and compilation", "", *format_rows(head, table)]
 
@@ -218,15 +218,20 @@ def show_report(
     table: str,
     folder: Path | None,
     *,
+    found: str | None = None,
     brief: str | None = None,
     write: Callable[[Path], None] | None = None,
     plot: Callable[[Path], None] | None = None,
 ) -> None:
     """Prints a report as a table, or for people its brief form, and for programs a line of JSON.
 
+    The line has all of the report only if --json asks for it; else it says what was found and
+    where the report lies.
+
     Args:
       table: the report as Markdown.
       folder: folder to write both to; None writes nothing.
+      found: what was found, in a sentence; None: the line always has all.
       brief: text for a terminal; None: the table.
       write: writes more files to the folder.
       plot: draws pictures in the folder; called where matplotlib is installed.
@@ -242,7 +247,9 @@ def show_report(
             matplotlib.use("Agg")
             plot(folder)
         print(f"report: {folder}")
-    print_summary(report, "")
+    place = None if folder is None else str(folder / "report.json")
+    closing = None if found is None else {"found": cut(found, 300), "report": place}
+    print_summary(report, "", brief=closing)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -271,7 +278,8 @@ def describe(report: dict[str, Any]) -> list[str]:
     lines = [
         f"{best} wrote {'the same ' if is_same else ''}{total[best]['answers']} texts {ratio:.2f} x"
         " as fast as decoding without a draft.",
-        f"Tokens per pass of the target: {', '.join(lengths)}; without a draft 1.",
+        f"Tokens per pass of the target, all texts pooled: {', '.join(lengths)}; without a draft "
+        "1.",
         *_advise(report["methods"]),
     ]
     if not compared:
@@ -311,7 +319,7 @@ def _compared(report: dict[str, Any]) -> set[str]:
 
 
 def _format_group(group: dict[str, Any], compared: set[str]) -> list[str]:
-    head = ["", "tokens per pass", "tokens/s", "speed-up (95 %)", "equal texts"]
+    head = ["", "acceptance length", "tokens/s", "speed-up (95 %)", "equal texts"]
     rows = []
     for name, entry in group["methods"].items():
         row = entry["all"]

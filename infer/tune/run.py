@@ -64,7 +64,12 @@ def autotune(
     report = {"drafts": entries, "files": {name: str(paths[name]) for name in tried}}
     print(_format_tuning(entries))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
-    print_summary(with_provenance(report, config), "")
+    best = {
+        name: {size: one["best"] for size, one in sizes.items()} for name, sizes in found.items()
+    }
+    print_summary(
+        with_provenance(report, config), "", brief={"best": best, "files": report["files"]}
+    )
 
 
 def _gain(tuned: dict[int, dict[str, Any]]) -> float:

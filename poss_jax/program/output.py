@@ -23,7 +23,8 @@ def add_json(parser: Any) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="Print the result as JSON, in the last line; the default where no terminal is.",
+        help="Print the whole result as JSON, in the last line. Without it that is so where no "
+        "terminal is, but of a long result it is a summary.",
     )
 
 
@@ -32,13 +33,19 @@ def wants_json() -> bool:
     return "--json" in sys.argv or not sys.stdout.isatty()
 
 
-def print_summary(value: dict[str, Any], text: str | None = None) -> None:
+def print_summary(
+    value: dict[str, Any], text: str | None = None, *, brief: dict[str, Any] | None = None
+) -> None:
     """Writes the last line of a program: for people a text, else one JSON object.
 
     Args:
       text: the same for people; "": they have seen it, None: `format_fields`.
+      brief: stands for a long value unless --json asks for all of it.
     """
-    shown = json.dumps(value) if wants_json() else format_fields(value) if text is None else text
+    if wants_json():
+        shown = json.dumps(value if brief is None or "--json" in sys.argv else brief)
+    else:
+        shown = format_fields(value) if text is None else text
     if shown:
         sys.stdout.write(f"{shown}\n")
 
