@@ -1,4 +1,4 @@
-"""Answers the prompts of `infer.generate`, on the screen or in a file."""
+"""Answers the prompts of `poss generate`, on the screen or in a file."""
 
 import json
 import logging

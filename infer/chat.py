@@ -1,12 +1,12 @@
 r"""Talks with a chat model in the terminal, speculatively if there is a draft.
 
-Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make chat`
+Takes model folders (see `poss convert`), without --target the model that `make chat`
 fetches. Answers appear as they are written, accepted drafts tinted; a line below says how fast they
 came. Ctrl-C stops an answer, Ctrl-D leaves.
 
-    python -m infer.chat
-    python -m infer.chat --target DIR --draft DIR --temperature 0.7
-    printf 'Why is the sky blue?\n/compare\n' | python -m infer.chat
+    poss chat
+    poss chat --target DIR --draft DIR --temperature 0.7
+    printf 'Why is the sky blue?\n/compare\n' | poss chat
 """
 
 from collections.abc import Sequence

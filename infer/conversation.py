@@ -1,4 +1,4 @@
-"""The conversation of `infer.chat`: its answers, its commands, and the lines that are typed."""
+"""The conversation of `poss chat`: its answers, its commands, and the lines that are typed."""
 
 import sys
 import time
@@ -291,7 +291,7 @@ def talk(config: ChatConfig) -> None:
     if not getattr(engine.tokenizer, "chat_template", None):
         raise UserError(
             f"target {engine.record.target.name}: want a model with a chat template, this one has "
-            "none; continue texts with python -m infer.generate --prompt TEXT --stream"
+            "none; continue texts with poss generate --prompt TEXT --stream"
         )
     engine.check_stop(config.stop, config.max_new_tokens)
     chat = Chat(engine, config)

@@ -1,13 +1,13 @@
 r"""Continues prompts with a target, speculatively if a draft is given.
 
-Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make chat`
+Takes model folders (see `poss convert`), without --target the model that `make chat`
 fetches. Prints the texts, or writes one JSON line per answer to --output; the last line printed is
 a summary, as JSON if not on a terminal. An interrupted run keeps its finished answers.
 
-    python -m infer.generate --question "How do I poach an egg?" --stream
-    python -m infer.generate --target DIR --draft DIR --prompt Once
-    python -m infer.generate --target DIR --prompts FILE --output FILE
-    python -m infer.generate --target DIR --draft DIR --precompile 512 --precompile 4096
+    poss generate --question "How do I poach an egg?" --stream
+    poss generate --target DIR --draft DIR --prompt Once
+    poss generate --target DIR --prompts FILE --output FILE
+    poss generate --target DIR --draft DIR --precompile 512 --precompile 4096
 
 A line of --prompts holds one of `prompt` (text), `prompt_ids`, `messages` (chat), or `turns` (user
 messages, answered one after another: one line per answer, numbered by `turn`). Its `sampling` (such

@@ -3,8 +3,8 @@
 Covers every draft, several trees and batch sizes, greedy and sampled. Prints a table and, as the
 last line, everything as one JSON object; the exit code is 1 if a difference is more than rounding.
 
-    python -m infer.lossless --num-prompts 2
-    python -m infer.lossless --config configs/demo/bench.yaml
+    poss lossless --num-prompts 2
+    poss lossless --config configs/demo/bench.yaml
 """
 
 from collections.abc import Sequence

@@ -9,8 +9,8 @@ Needs `pip install 'poss-jax[serve]'`.
 With several processes (start them as in docs/training.md, "Several hosts"), the model is split
 over all their devices, and the first process listens.
 
-    python -m infer.serve
-    python -m infer.serve MODEL --draft DRAFT --batch-size 32
+    poss serve
+    poss serve MODEL --draft DRAFT --batch-size 32
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \
         -d '{"messages": [{"role": "user", "content": "How do I poach an egg?"}]}'
 """

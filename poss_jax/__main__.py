@@ -1,4 +1,4 @@
-"""The command `poss`: all programs under one name, `poss generate` for `python -m infer.generate`.
+"""The command `poss`: all programs under one name, such as `poss generate`.
 
 Imports nothing but the table of commands until it knows which program is wanted.
 """
@@ -7,13 +7,10 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import poss_jax
-from poss_jax.program.commands import COMMANDS, umbrella_name
-
-_FOLDER = Path(poss_jax.__file__).parent
+from poss_jax.program.commands import COMMANDS, PACKAGE, installed_name, umbrella_name
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -39,11 +36,9 @@ def main(arguments: Sequence[str]) -> None:
 
 def find_program(module: str) -> Any:
     """Imports a program; the wheel has `train` and `infer` inside poss_jax, a checkout outside."""
+    module = installed_name(module)
     if not module.startswith("poss_jax."):
-        if (_FOLDER / module.partition(".")[0]).is_dir():
-            module = f"poss_jax.{module}"
-        else:
-            sys.path.insert(0, str(_FOLDER.parent))
+        sys.path.insert(0, str(PACKAGE.parent))
     program = import_module(module)
     return import_module(f"{module}.__main__") if hasattr(program, "__path__") else program
 

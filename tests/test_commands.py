@@ -142,8 +142,9 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("poss_jax.engine.trees.CPU_TREE", TREE)
-    monkeypatch.setattr("poss_jax.default_target", lambda: Path(runs.model("target")))
-    monkeypatch.setattr("poss_jax.default_drafts", lambda: {"PosS-1": Path(runs.model("poss2"))})
+    default = "poss_jax.bundled.default"
+    monkeypatch.setattr(f"{default}.default_target", lambda: Path(runs.model("target")))
+    monkeypatch.setattr(f"{default}.default_drafts", lambda: {"PosS-1": runs.model("poss2")})
     made_up = made_up_report()  # what tests/test_bench.py measures
     card, steps = made_up["methods"]["draft"], made_up["autoregressive_step_milliseconds"]
     monkeypatch.setattr("infer.bench.compare.measure_card", lambda *_: card)
@@ -182,7 +183,7 @@ class Parsed(Exception):
 
 def execute(line: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a command in this process, or checks its options."""
-    line = re.sub(r"^poss ([\w-]+)", lambda found: written_out(found[1]), line)
+    line = written_out(line)
     for words, other in INSTEAD.items():
         line = line.replace(words, other)
     words = shlex.split(line, comments=True)
@@ -210,9 +211,14 @@ def execute(line: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.fail(f"nobody knows how to run {line!r}")
 
 
-def written_out(name: str) -> str:
-    """What `poss NAME` runs."""
-    return " ".join(["python -m", COMMANDS[name].module, *COMMANDS[name].words])
+def written_out(line: str) -> str:
+    """The command with what `poss NAME` runs in its place."""
+
+    def module_of(found: re.Match[str]) -> str:
+        command = COMMANDS[found[2]]
+        return " ".join([f"{found[1]}python -m", command.module, *command.words])
+
+    return re.sub(r"^((?:[A-Z_]+=\S+ )*)poss ([\w-]+)", module_of, line)
 
 
 def only(parse: Callable) -> Callable:
@@ -247,7 +253,7 @@ def test_python_of_a_page(page: str, code: str, world: Path) -> None:
 
 
 def test_commands_are_found() -> None:
-    found = [line for page in PAGES for line in commands(page)]
+    found = [written_out(line) for page in PAGES for line in commands(page)]
     assert len(found) > 40 and "make test" in {" ".join(line.split()[:2]) for line in found}
     for start in NOT_RUN:
         assert any(line.startswith(start) for line in found), f"nothing begins with {start!r}"

@@ -22,6 +22,7 @@ from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.bench import BenchConfig, MethodConfig
 from poss_jax.config.decoding import GenerateConfig
+from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.convert.plan import Conversion, plan_target
 from poss_jax.engine.trees import find_tuned
@@ -141,8 +142,8 @@ def test_names_of_bundled_models_stand_for_folders(
     assert ahead.target == str(poss_jax.default_target())
     assert ahead.draft == str(drafts["HASS"])
     monkeypatch.setattr(default, "DRAFTS", {"A draft": runs.model("poss2")})
-    engine = poss_jax.Engine.load("smollm2", "a draft", allow_target_mismatch=True)
-    assert engine.draft_config == read_record(runs.model("poss2")).draft
+    with pytest.raises(UserError, match=f"^draft {runs.model('poss2')} does not fit the target"):
+        poss_jax.Engine.load("smollm2", "a draft")
 
 
 def test_make_fetches_the_weights_that_programs_ask_for() -> None:

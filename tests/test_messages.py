@@ -9,7 +9,7 @@ from test_asking import CHATML, make_tokenizer, of_transformers, user
 from test_text import byte_fallback, byte_level
 
 from poss_jax import Engine
-from poss_jax.config.decoding import ServeConfig
+from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.data.tokenizer import CHAT_TEMPLATE
 from poss_jax.engine.answers import Chunk, TokenLogprobs
 from poss_jax.engine.prompts import PreparedPrompt
@@ -44,6 +44,7 @@ class Tokenising(Engine):
         self.tokenizer, self.max_length, self.stop_ids = tokenizer, 1000, [2]
         self.target_config: Any = SimpleNamespace(vocab_size=10_000)
         self.fingerprint, self.draft_config = "", None
+        self.recommended = SamplingConfig()
 
 
 def guided(engine: Engine, job: Job) -> Job:

@@ -6,9 +6,9 @@ the coverage of several sizes, and writes the most frequent tokens as a JSON fil
 lowest ids. `apply` writes a copy of a draft with such a vocabulary. The last line printed is one
 JSON object.
 
-    python -m train.draft_vocab count --config run.yaml --size 32000 \
+    poss draft-vocab count --config run.yaml --size 32000 \
         --output vocabulary.json
-    python -m train.draft_vocab apply --draft models/poss3 \
+    poss draft-vocab apply --draft models/poss3 \
         --vocabulary vocabulary.json --output models/poss3-32000
 """
 

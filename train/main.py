@@ -3,10 +3,10 @@ r"""Trains a target language model, or the specialists of a draft model.
 Takes a YAML config (see `configs/`) or options; prints progress on stderr and one JSON line at the
 end, and leaves a folder that holds metrics, checkpoints and the trained model. Run again to resume.
 
-    python -m train.main --stage draft --target DIR --output runs/draft \
+    poss train --stage draft --target DIR --output runs/draft \
         --num-epochs 1 data.source=chats.jsonl
-    python -m train.main --config configs/demo/target.yaml
-    python -m train.main --config configs/demo/poss3.yaml --dry-run \
+    poss train --config configs/demo/target.yaml
+    poss train --config configs/demo/poss3.yaml --dry-run \
         optimizer.learning_rate=1e-4
 """
 

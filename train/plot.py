@@ -3,8 +3,8 @@ r"""Compares training runs: a plot, and a table of their validation.
 Needs folders of runs, finished or not; writes an image (matplotlib: pip install 'poss-jax[plots]'),
 prints the table as Markdown and one JSON line at the end.
 
-    python -m train.plot runs/demo/eagle runs/demo/poss3 --output drift.png
-    python -m train.plot runs/demo/poss3 --table
+    poss plot runs/demo/eagle runs/demo/poss3 --output drift.png
+    poss plot runs/demo/poss3 --table
 """
 
 import importlib.util

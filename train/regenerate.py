@@ -6,14 +6,14 @@ questions; writes chats that `data.source` reads, and next to them the questions
 resume. A server with OpenAI's chat interface can replace the loaded target; its key is read from
 OPENAI_API_KEY.
 
-    python -m train.regenerate --target DIR --draft DIR --temperature 0.7 \
+    poss regenerate --target DIR --draft DIR --temperature 0.7 \
         --source sharegpt.json --output answers.jsonl --batch-size 16
-    python -m train.regenerate --server http://localhost:8000/v1 \
+    poss regenerate --server http://localhost:8000/v1 \
         --source questions.jsonl --output answers.jsonl --concurrency 64
 
 Without a data set, a chat model writes the questions, too:
 
-    python -m train.regenerate --target DIR --self-prompt 20000 \
+    poss regenerate --target DIR --self-prompt 20000 \
         --output chats.jsonl --batch-size 16 'temperatures=[0, 0.7, 1]'
 """
 

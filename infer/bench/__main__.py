@@ -7,12 +7,12 @@ acceptance by position, tokens per second and speed-up with 95 % intervals) and,
 everything as one JSON object. --output keeps every answer as it comes, so that the same command
 resumes after an interruption, and the report (report.html, .md, .json).
 
-    python -m infer.bench --config configs/demo/bench.yaml
-    python -m infer.bench --target T --draft EAGLE-2=E --draft PosS-3=P \
+    poss bench --config configs/demo/bench.yaml
+    poss bench --target T --draft EAGLE-2=E --draft PosS-3=P \
         --prompts questions.jsonl --output runs/bench
-    python -m infer.bench --config configs/demo/bench.yaml --phases
+    poss bench --config configs/demo/bench.yaml --phases
 
-With --check-lossless or --autotune it is infer.lossless or infer.tune. --roofline measures the
+With --check-lossless or --autotune it is poss lossless or poss tune. --roofline measures the
 device again, and compares every phase with its floor.
 """
 

@@ -1,7 +1,7 @@
 """Sets of questions for the benchmark: files, data sets by name, and prompts cut from modules.
 
 A set is a file of questions, one JSON object per line (`question_id`, `category` and `turns` as in
-MT-bench and Spec-Bench, SPEED-Bench's `messages`, or any prompt that `infer.generate` takes), or
+MT-bench and Spec-Bench, SPEED-Bench's `messages`, or any prompt that `poss generate` takes), or
 Python modules that prompts are cut from.
 """
 

@@ -291,7 +291,7 @@ def describe(report: dict[str, Any]) -> list[str]:
 def _advise(methods: dict[str, Any]) -> list[str]:
     """Says what a draft vocabulary would save (`compare`)."""
     saved = [f"{name} {row['saves']:.0%}" for name, row in methods.items() if "saves" in row]
-    lead = f"With {FEW_TOKENS:,} tokens (train.draft_vocab) rounds would read less"
+    lead = f"With {FEW_TOKENS:,} tokens (poss draft-vocab) rounds would read less"
     return [f"{lead}: {', '.join(saved)}."] if saved else []
 
 

@@ -3,8 +3,8 @@
 For a target and its drafts it prints bytes, FLOPs, least and measured time of every phase; the last
 line is everything as one JSON object. The rates of the device are kept for other programs.
 
-    python -m infer.bench --roofline --target DIR --draft PosS-3=DIR
-    python -m infer.bench --roofline --config configs/demo/bench.yaml
+    poss bench --roofline --target DIR --draft PosS-3=DIR
+    poss bench --roofline --config configs/demo/bench.yaml
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ Predicts the speed of hundreds of trees and measures the best (see `search`). Pr
 the last line, everything as one JSON object. The trees are kept in the draft's folder, where every
 program that decodes with it on this kind of device finds them.
 
-    python -m infer.tune --target T --draft PosS-3=P --batch-sizes 1,4,16
+    poss tune --target T --draft PosS-3=P --batch-sizes 1,4,16
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,7 @@ _ACTIONS: dict[str, dict[str, Any]] = {
         "action": "append",
         "default": [],
         "metavar": "FILE",
-        "help": "Also try this draft vocabulary; see python -m train.draft_vocab. The option may "
-        "be repeated.",
+        "help": "Also try this draft vocabulary; see poss draft-vocab. The option may be repeated.",
     },
     "--trees-file": {
         "type": Path,

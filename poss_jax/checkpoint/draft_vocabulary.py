@@ -58,7 +58,7 @@ def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
     """Reads the tokens of a draft vocabulary.
 
     Args:
-      path: JSON file that `python -m train.draft_vocab` writes.
+      path: JSON file that `poss draft-vocab` writes.
 
     Returns:
       [Vd] int32, ascending ids of the target.

@@ -233,7 +233,7 @@ def read_record(folder: str | AnyPath) -> ModelRecord:
     if not path.is_file():
         raise UserError(
             f"{folder} holds no model.json, so it is not a model folder of poss_jax; "
-            "convert it first: python -m poss_jax.convert --help"
+            "convert it first: poss convert --help"
         )
     if isinstance(folder, Path):
         check_own_file(folder / "model.json")

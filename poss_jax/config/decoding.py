@@ -121,7 +121,7 @@ class DecodingConfig:
       max_new_tokens: Most new tokens of an answer.
       sampling: How tokens are chosen.
       tree: Size of the draft tree; null takes the one tuned for the draft on this kind of device
-        (`infer.tune`), else the device's default (depth 4, top_k 4 and total_tokens 16 on CPU;
+        (`poss tune`), else the device's default (depth 4, top_k 4 and total_tokens 16 on CPU;
         6, 10 and 60 on accelerators, less from four requests on).
       drafting: How drafts propose tokens when sampling (docs/generate.md, "Drafting methods"):
         coupled uses the noise that the target samples with, argmax takes the most likely tokens;
@@ -178,7 +178,7 @@ class AnswerConfig(DecodingConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GenerateConfig(AnswerConfig):
-    """One run of `infer.generate`.
+    """One run of `poss generate`.
 
     Attributes:
       target: Model folder of the target; smollm2 is the one `make chat` fetches.
@@ -217,7 +217,7 @@ class GenerateConfig(AnswerConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ChatConfig(AnswerConfig):
-    """One conversation of `infer.chat`.
+    """One conversation of `poss chat`.
 
     Attributes:
       target: Model folder of the target; smollm2 is the one `make chat` fetches.

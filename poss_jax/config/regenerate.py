@@ -1,4 +1,4 @@
-"""Settings of `train.regenerate`, which lets a target write chats."""
+"""Settings of `poss regenerate`, which lets a target write chats."""
 
 import re
 from typing import Annotated, Any
@@ -33,7 +33,7 @@ Scalar = Annotated[bool | _Int | _Float | str, BeforeValidator(_read_scalar)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RegenerateConfig(AnswerConfig):
-    """One run of `train.regenerate`.
+    """One run of `poss regenerate`.
 
     Attributes:
       target: Model folder of the target; with server, only for its tokenizer, whose special tokens

@@ -144,7 +144,7 @@ class SpecialistsConfig:
       aux_layers: Layers of the target whose inputs an eagle3 draft reads; null takes 2, n/2 and
         n - 3 of n layers.
       draft_vocabulary: File of the tokens that the draft can propose, written by
-        `python -m train.draft_vocab`; null takes init_draft's, or all.
+        `poss draft-vocab`; null takes init_draft's, or all.
       start: Parameters of a draft from scratch: `random`, or `pass_through`: an eagle
         draft starts by predicting the feature it reads, plus a little of the token.
     """

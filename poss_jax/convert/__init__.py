@@ -15,5 +15,5 @@ plan.py        what a conversion writes: targets, drafts, and PosS starts from t
 export.py      a model folder as a PyTorch checkpoint; the model card of a draft
 layouts.py     the layouts that models are written in, and their config.json
 inspection.py  what a source holds
-__main__.py  the program: python -m poss_jax.convert
+__main__.py  the program: poss convert
 """

@@ -4,14 +4,14 @@ Needs a folder or Hub id with safetensors (or .bin, with the `torch` extra), or 
 what had to be assumed, a table (source key -> our path, shape and type), and as its last line one
 JSON object.
 
-    python -m poss_jax.convert inspect HINT-lab/PosS3-Llama3-8B-Instruct
-    python -m poss_jax.convert target --output models/llama3-8b \
+    poss inspect HINT-lab/PosS3-Llama3-8B-Instruct
+    poss convert target --output models/llama3-8b \
         --source meta-llama/Meta-Llama-3-8B-Instruct
-    python -m poss_jax.convert draft --output models/poss3 \
+    poss convert draft --output models/poss3 \
         --source HINT-lab/PosS3-Llama3-8B-Instruct --target models/llama3-8b
-    python -m poss_jax.convert export --model models/poss3 \
+    poss convert export --model models/poss3 \
         --target models/llama3-8b --output exported/poss3
-    python -m poss_jax.convert target --source FILE.gguf --output DIR
+    poss convert target --source FILE.gguf --output DIR
 """
 
 import argparse
@@ -224,7 +224,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--draft-vocabulary": {
         "type": as_path,
         "metavar": "FILE",
-        "help": "Let the draft propose only the tokens of this file (train.draft_vocab), which "
+        "help": "Let the draft propose only the tokens of this file (poss draft-vocab), which "
         "reads less of the head. A draft with its own head keeps its tokens.",
     },
     "--format": {

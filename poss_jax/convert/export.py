@@ -358,7 +358,7 @@ poss_jax {version} exported it in the layout `{layout.name}`, which is read by {
 
 poss_jax converts it back with
 
-    python -m poss_jax.convert draft --source THIS_FOLDER --target TARGET --output DIR
+    poss convert draft --source THIS_FOLDER --target TARGET --output DIR
 """
 
 

@@ -123,7 +123,7 @@ def _list_tokenizer_files(found: Inspection, source: Source) -> list[str]:
 
 
 def _command(found: Inspection, revision: str | None) -> str:
-    command = f"python -m poss_jax.convert {found.family} --source {found.source}"
+    command = f"poss convert {found.family} --source {found.source}"
     command += f" --revision {revision}" if revision else ""
     command += " --target MODEL_FOLDER" if found.family == "draft" else ""
     command += " --positions-per-specialist N,N,..." if found.needs else ""

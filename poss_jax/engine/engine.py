@@ -143,18 +143,18 @@ class Engine:
         """Loads models.
 
         Args:
-          target: model folder (see `python -m poss_jax.convert`), or smollm2, the default one.
+          target: model folder (see `poss convert`), or smollm2, the default one.
           draft: folder of a draft made for it, or the name of a bundled one such as PosS-1; None
             decodes autoregressively.
           tree: size of the draft tree, or one per batch size (None there: no draft); None: those
-            that were tuned for the draft on this kind of device (see `infer.tune`), else
+            that were tuned for the draft on this kind of device (see `poss tune`), else
             `trees.default_trees`.
           dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
           max_length: most tokens of prompt and answer; None: what the target was made for.
           drafting: how the draft proposes tokens to sampled texts: `coupled` and `argmax` leave
             the output as it is, `sampled` in distribution only (see `DecodingConfig`).
           allow_target_mismatch: use a draft made for other weights of the same shape.
-          draft_vocabulary: file of the tokens that the draft may propose (see `train.draft_vocab`);
+          draft_vocabulary: file of the tokens that the draft may propose (see `poss draft-vocab`);
             None: the one tuned with the trees, else the folder's, usually all tokens.
           draft_window: newest tokens that the draft attends; None: its folder's, usually all.
           quantise: round the target's matrices to this type, int8 or fp8; None keeps what its

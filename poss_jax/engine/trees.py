@@ -167,7 +167,7 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = No
     """
     path = tuned_file(draft, mesh)
     if not path.is_file():
-        here = f"{_devices(mesh)} (infer.tune tunes it here)"
+        here = f"{_devices(mesh)} (poss tune tunes it here)"
         for other in sorted(as_path(draft).glob("trees.*.yaml"))[:1]:
             _skip(other, f"on another kind of device than this one, {here}")
         return None
@@ -208,7 +208,7 @@ def write_tuned(
     Raises:
       UserError: it cannot be written.
     """
-    lines = ["# Batch size -> draft tree; null decodes without the draft. Made by infer.tune."]
+    lines = ["# Batch size -> draft tree; null decodes without the draft. Made by poss tune."]
     tuned = _identity(record, mesh) | dict(about)
     lines.append(f"{_TUNED}: {json.dumps(tuned)}")  # JSON is valid YAML
     for size, tree in sorted(trees.items()):

@@ -36,7 +36,13 @@ COMMANDS = {
 }
 """Name -> command, in the order of the help. A program's own name comes before its variants."""
 
+PACKAGE = Path(__file__).parents[1]
 _UMBRELLAS = ("poss", "python -m poss_jax")
+
+
+def installed_name(module: str) -> str:
+    """Returns the name of a program's module here: the wheel has programs inside of poss_jax."""
+    return f"poss_jax.{module}" if (PACKAGE / module.partition(".")[0]).is_dir() else module
 
 
 def started_as(module: str) -> str:
@@ -46,25 +52,25 @@ def started_as(module: str) -> str:
         name = typed.removeprefix(f"{umbrella} ")
         return umbrella if COMMANDS[name].words == (name,) else typed
     name = Path(typed).name
-    return name if name.startswith("poss-") else f"python -m {module}"
+    return name if name.startswith("poss-") else f"python -m {installed_name(module)}"
 
 
 def name_programs(text: str) -> str:
-    """Names programs in a help text so that they run where the user is.
+    """Names programs in a help text as the user started this one.
 
-    `python -m infer.generate` is right in a checkout; who typed `poss` or a script has `poss
-    generate`.
+    `poss generate` is right where the command is installed; a checkout without it has `python -m
+    infer.generate`, and every place `python -m poss_jax generate`.
     """
-    umbrella = _umbrella() or ("poss" if Path(sys.argv[0]).name.startswith("poss-") else None)
-    if umbrella is None:
+    umbrella = _umbrella()
+    if umbrella == "poss" or Path(sys.argv[0]).name.startswith("poss-"):
         return text
-    names = {one.module: name for name, one in reversed(COMMANDS.items())}
 
     def rename(found: re.Match[str]) -> str:
-        name = names.get(found[1])
-        return found[0] if name is None else f"{umbrella} {name}"
+        command = COMMANDS[found[1]]
+        module = " ".join([installed_name(command.module), *command.words])
+        return f"{umbrella} {found[1]}" if umbrella else f"python -m {module}"
 
-    return re.sub(r"python -m\s+([\w.]*\w)", rename, text)
+    return re.sub(rf"\bposs ({'|'.join(COMMANDS)})\b(?!-)", rename, text)
 
 
 def umbrella_name() -> str:

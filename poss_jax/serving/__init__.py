@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server; `python -m infer.serve` runs it.
+"""The OpenAI-compatible server; `poss serve` runs it.
 
 app.py         the ASGI application: endpoints, life cycle
 service.py     what the endpoints share: reads a request, submits it, answers; what /metrics shows
