@@ -1,28 +1,41 @@
 """Checks that texts with a draft equal those without, seed by seed.
 
-Covers every draft, several trees and batch sizes, greedy and sampled. Prints a table and, as the
-last line, everything as one JSON object; the exit code is 1 if a difference is more than rounding.
+Covers every draft, greedy and sampled, with its own tree alone and a chain in batches; --thorough
+takes more temperatures, trees and batch sizes. Prints a table and, as the last line, a summary as
+JSON; the exit code is 1 if a difference is more than rounding. Run again after an interruption, it
+goes on.
 
-    poss lossless --num-prompts 2
+    poss lossless
+    poss lossless --thorough
     poss lossless --config configs/demo/bench.yaml
 """
 
 from collections.abc import Sequence
 from functools import partial
 
+from poss_jax.config.bench import LosslessConfig
 from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
 from .bench.settings import need_equal_texts, read_settings
 
+_ACTIONS = {
+    "--thorough": {
+        "action": "store_true",
+        "help": "Take many temperatures, trees and batch sizes, which takes hours.",
+    }
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, compares, prints; exit code 1 if there are failures."""
-    config, _ = read_settings(arguments, prog="infer.lossless", doc=__doc__)
+    config, args = read_settings(
+        arguments, prog="infer.lossless", doc=__doc__, kind=LosslessConfig, actions=_ACTIONS
+    )
     need_equal_texts(config)
     with waiting("importing JAX ..."):
         from .lossless_run import check
-    check(config)
+    check(config, is_thorough=args.thorough)
 
 
 cli = partial(run_program, main)

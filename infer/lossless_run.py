@@ -6,6 +6,7 @@ accepts more tokens than its tree is deep also fails it.
 """
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,13 +34,18 @@ from poss_jax.engine.trees import default_tree, tree_for
 from poss_jax.program.output import print_summary
 from poss_jax.program.tables import show_rows
 
-from .bench.measure import Decoder, load_decoders
+from .bench.measure import Decoder, load_decoders, time_answer
 from .bench.questions import first_prompts, read_questions
 from .bench.report import with_provenance
+from .kept import Kept, describe
 
-TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)  # low: certain tokens, ties
+_LOG = logging.getLogger(__name__)
+
+TEMPERATURES = (0.0, 0.3, 1.0)
+MORE_TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)  # low: certain tokens, ties
 FILTERS = ({}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1})
-SHAPES = ((2, 8, 32), (6, 1, 7), (6, 1, 5), (4, 2, 8), (3, 2, 6))  # wide, a chain, cut short
+CHAIN = (6, 1, 7)
+SHAPES = ((2, 8, 32), CHAIN, (6, 1, 5), (4, 2, 8), (3, 2, 6))  # wide, a chain, cut short
 BATCH_SIZES = (1, 4)
 MAX_ROUNDING = 1e-4  # of float32 logits; beyond it, the two forwards do not compute the same
 
@@ -61,26 +67,45 @@ class Setting:
 
 
 def check_lossless(
-    decoders: Sequence[Decoder], prompts: Sequence[PreparedPrompt]
+    decoders: Sequence[Decoder],
+    prompts: Sequence[PreparedPrompt],
+    kept: Kept,
+    *,
+    is_thorough: bool = False,
 ) -> dict[str, Any]:
-    """Compares every draft, several trees and batch sizes with autoregressive decoding.
+    """Compares every draft, with some trees and batch sizes, with autoregressive decoding.
+
+    Args:
+      kept: results of an interrupted check, which are not decoded again.
+      is_thorough: with more temperatures, trees and batch sizes.
 
     Returns:
       A JSON-compatible report; `failures` is empty if decoding is lossless.
     """
-    jobs = list(draw_jobs(decoders[0].engine, prompts))
-    settings = [setting for decoder in decoders[1:] for setting in list_settings(decoder)]
+    baseline, *drafts = decoders
+    temperatures = MORE_TEMPERATURES if is_thorough else TEMPERATURES
+    jobs = list(draw_jobs(baseline.engine, prompts, temperatures))
+    settings = [s for draft in drafts for s in list_settings(draft, is_thorough=is_thorough)]
     total = len(jobs) * (1 + len(settings))
+    minutes = total * time_answer(baseline.engine, jobs[0]) / 60
+    _LOG.warning("%d answers, about %.0f min and compilation", total, max(minutes, 1))
     with progress_bar(total=total, desc="check lossless", unit="answer") as progress:
-        expected = _decode(decoders[0].engine, jobs, 1, progress)
-        rows = []
-        for setting in settings:
-            answers = _decode(setting.engine, jobs, setting.batch_size, progress)
-            rows.append(_compare(setting, decoders[0].engine, jobs, expected, answers))
+
+        def decode(engine: Engine, batch_size: int) -> list[Generation]:
+            return _decode(engine, jobs, batch_size, progress)
+
+        def compare(setting: Setting) -> dict[str, Any]:
+            answers = decode(setting.engine, setting.batch_size)
+            return _compare(setting, baseline.engine, jobs, expected, answers)
+
+        expected = kept.get(
+            baseline.name, lambda: [answer.output_ids for answer in decode(baseline.engine, 1)]
+        )
+        rows = [kept.get(setting.name, partial(compare, setting)) for setting in settings]
     return {
         "answers": len(jobs),
         "max_new_tokens": prompts[0].max_new_tokens,
-        "temperatures": TEMPERATURES,
+        "temperatures": temperatures,
         "filters": FILTERS,
         "largest_rounding": max(row["rounding"] for row in rows),
         "failures": [difference for row in rows for difference in row["failures"]],
@@ -89,16 +114,26 @@ def check_lossless(
     }
 
 
-def draw_jobs(engine: Engine, prompts: Sequence[PreparedPrompt]) -> Iterator[PreparedPrompt]:
+def draw_jobs(
+    engine: Engine, prompts: Sequence[PreparedPrompt], temperatures: Sequence[float]
+) -> Iterator[PreparedPrompt]:
     """Every prompt at every temperature, with and without filters, each with its own seed."""
-    for index, (prompt, temperature, filters) in enumerate(product(prompts, TEMPERATURES, FILTERS)):
+    for index, (prompt, temperature, filters) in enumerate(product(prompts, temperatures, FILTERS)):
         sampling = SamplingConfig(temperature=temperature, seed=index, **filters)
         yield engine.prepare(prompt.ids, prompt.max_new_tokens, sampling, is_chat=prompt.is_chat)
 
 
-def list_settings(decoder: Decoder) -> Iterator[Setting]:
-    """The draft's own tree with coupled and argmax drafts, and `SHAPES`, alone and in batches."""
+def list_settings(decoder: Decoder, *, is_thorough: bool) -> Iterator[Setting]:
+    """The draft's own tree alone and a chain in batches; thoroughly, all combinations.
+
+    These are the own tree with coupled and argmax drafts, and `SHAPES`, alone and in batches.
+    """
     default = tree_for(decoder.engine.trees, 1) or default_tree()
+    if not is_thorough:
+        yield Setting(decoder.name, decoder.engine.with_tree(default), default, BATCH_SIZES[0])
+        chain = TreeConfig(**dict(zip(("depth", "top_k", "total_tokens"), CHAIN, strict=True)))
+        yield Setting(decoder.name, decoder.engine.with_tree(chain), chain, BATCH_SIZES[-1])
+        return
     trees: set[tuple[TreeConfig, Drafting]] = {(default, "coupled"), (default, "argmax")}
     for depth, top_k, total_tokens in SHAPES:
         trees.add((TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens), "coupled"))
@@ -122,11 +157,11 @@ def _compare(
     setting: Setting,
     baseline: Engine,
     jobs: Sequence[PreparedPrompt],
-    expected: Sequence[Generation],
+    expected: Sequence[list[int]],
     answers: Sequence[Generation],
 ) -> dict[str, Any]:
     """One row of the report; the first answer, and all that differ, are replayed."""
-    outputs = [(a.output_ids, b.output_ids) for a, b in zip(expected, answers, strict=True)]
+    outputs = [(ids, answer.output_ids) for ids, answer in zip(expected, answers, strict=True)]
     different = [index for index, (a, b) in enumerate(outputs) if a != b]
     roundings, failures, excused = [], find_overlong(setting, answers), []
     for index in sorted({0, *different}):
@@ -299,10 +334,13 @@ def format_check(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def check(config: BenchConfig) -> None:
+def check(config: BenchConfig, *, is_thorough: bool) -> None:
     """Compares, prints, and exits with code 1 if a difference is more than rounding."""
     decoders = load_decoders(config)
-    report = check_lossless(decoders, first_prompts(read_questions(config, decoders[0].engine)))
+    prompts = first_prompts(read_questions(config, decoders[0].engine))
+    kept = Kept("lossless", describe(config, decoders, prompts, is_thorough=is_thorough))
+    report = check_lossless(decoders, prompts, kept, is_thorough=is_thorough)
+    kept.finish()
     print(format_check(report))
     counts = {kind: len(report[kind]) for kind in ("settings", "excused", "failures")}
     print_summary(

@@ -228,6 +228,7 @@ def test_trees_are_tuned_and_used(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(search, "_CALLS", 1)
     monkeypatch.setattr(search, "_TOP_KS", {"cpu": (1, 2)})
     monkeypatch.setattr(search, "_MEASURED_NODES", (2, 4))
@@ -260,6 +261,7 @@ def test_the_fastest_vocabulary_is_kept_beside_the_trees(
         row |= {"predicted": None, "acceptance_length": 1.0}
         return {1: {"best": asdict(SMALL), "methods": {search.tree_name(SMALL): row}}}
 
+    monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "tune", tune)
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     file = tmp_path / "few.json"

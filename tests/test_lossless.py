@@ -81,12 +81,17 @@ def arguments(runs: Runs, tmp_path) -> list[str]:
 
 
 @pytest.fixture
-def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_settings(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest tree, in batches, at three temperatures; each tree costs compilations."""
-    monkeypatch.setattr(lossless_run, "SHAPES", ((1, 3, 4),))
+    monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(lossless_run, "CHAIN", (1, 3, 4))
     monkeypatch.setattr(lossless_run, "TEMPERATURES", (0.0, 0.1, 1.0))
     every = lossless_run.list_settings
-    monkeypatch.setattr(lossless_run, "list_settings", lambda decoder: islice(every(decoder), 1, 2))
+
+    def few(decoder, *, is_thorough):
+        return islice(every(decoder, is_thorough=is_thorough), 1, 2)
+
+    monkeypatch.setattr(lossless_run, "list_settings", few)
 
 
 @pytest.mark.usefixtures("few_settings")
@@ -97,6 +102,42 @@ def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys):
     report = json.loads(out.splitlines()[-1])
     assert report["failures"] == report["excused"] == [] and report["answers"] == 12
     assert 0 < report["largest_rounding"] < lossless_run.MAX_ROUNDING
+    assert not list((tmp_path / "cache").rglob("*.jsonl"))  # nothing is left to go on with
+
+
+@pytest.mark.usefixtures("few_settings")
+def test_interrupted_check_goes_on(runs: Runs, tmp_path, capsys, monkeypatch, caplog):
+    """It says first how long it takes."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lossless_run, "_compare", interrupt)
+        main(arguments(runs, tmp_path))
+    assert caplog.messages == ["24 answers, about 1 min and compilation"]
+    decoded = []
+    decode = lossless_run._decode
+
+    def count(engine, *args):
+        decoded.append(engine.draft_config is not None)
+        return decode(engine, *args)
+
+    monkeypatch.setattr(lossless_run, "_decode", count)
+    main(arguments(runs, tmp_path))
+    assert decoded == [True]  # answers without the draft were kept
+    assert "going on with 1 results" in caplog.text
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failures"] == []
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
+def test_default_check_is_short():
+    llama = tiny_llama(vocab_size=64)
+    engine = make_engine(llama, random_target(llama))
+    decoder = SimpleNamespace(name="D", engine=engine)
+    few, all_of_them = (
+        list(lossless_run.list_settings(decoder, is_thorough=one)) for one in (False, True)
+    )
+    assert [one.batch_size for one in few] == [1, 4] and len(all_of_them) >= 10
 
 
 def test_a_replay_ends_with_its_text():

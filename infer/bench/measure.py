@@ -199,6 +199,14 @@ def count_memory(engine: Engine) -> dict[str, int]:
     return counts
 
 
+def time_answer(engine: Engine, prompt: PreparedPrompt) -> float:
+    """Seconds of one answer, without compilation."""
+    for _ in range(2):  # the first compiles
+        started = time.perf_counter()
+        engine.decode([prompt])
+    return time.perf_counter() - started
+
+
 def time_batches(
     engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: int
 ) -> tuple[list[Generation], float]:

@@ -19,10 +19,11 @@ def read_settings(
     *,
     prog: str,
     doc: str | None,
+    kind: type[BenchConfig] = BenchConfig,
     actions: Actions = MappingProxyType({}),
 ) -> tuple[BenchConfig, argparse.Namespace]:
     """Reads a command line, with the first of several temperatures and seeds."""
-    config, args = read_arguments(BenchConfig, arguments, prog=prog, doc=doc, actions=actions)
+    config, args = read_arguments(kind, arguments, prog=prog, doc=doc, actions=actions)
     if args.output is not None:
         _LOG.warning("%s prints its report; nothing is written to --output", prog)
     sampling = replace(

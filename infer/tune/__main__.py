@@ -1,8 +1,8 @@
 """Finds the fastest tree of every draft and batch size, and keeps it for later.
 
 Predicts the speed of hundreds of trees and measures the best (see `search`). Prints a table and, as
-the last line, everything as one JSON object. The trees are kept in the draft's folder, where every
-program that decodes with it on this kind of device finds them.
+the last line, a summary as JSON. The trees are kept in the draft's folder, where every program that
+decodes with it on this kind of device finds them. Run again after an interruption, it goes on.
 
     poss tune --target T --draft PosS-3=P --batch-sizes 1,4,16
 """
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from poss_jax.config.bench import TuneConfig
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import at_least
 from poss_jax.program.output import waiting
@@ -51,7 +52,9 @@ _ACTIONS: dict[str, dict[str, Any]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
-    config, args = read_settings(arguments, prog="infer.tune", doc=__doc__, actions=_ACTIONS)
+    config, args = read_settings(
+        arguments, prog="infer.tune", doc=__doc__, kind=TuneConfig, actions=_ACTIONS
+    )
     need_equal_texts(config)
     if len(config.temperatures) > 1:
         raise UserError(

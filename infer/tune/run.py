@@ -1,8 +1,9 @@
 """Tunes every draft for every batch size, prints the trees, and keeps the fastest."""
 
+import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,19 @@ from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.engine.engine import Engine
 from poss_jax.engine.trees import default_tree, tuned_file, vocabulary_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.program.output import check_writable, print_summary, wants_json
 from poss_jax.program.tables import show_rows
 
-from ..bench.measure import load_decoders
+from ..bench.measure import load_decoders, time_answer
 from ..bench.questions import first_prompts, read_questions
 from ..bench.report import with_provenance
-from .search import tree_name, tune
+from ..kept import Kept, describe
+from .search import estimate_seconds, tree_name, tune
+
+_LOG = logging.getLogger(__name__)
 
 
 def autotune(
@@ -51,25 +56,34 @@ def autotune(
             f"--batch-sizes: want at most the number of prompts, {len(prompts)}, got "
             f"{max(batch_sizes)}; raise num_prompts"
         )
+    kept = Kept("tune", describe(config, [baseline, *decoders], prompts))
+    count = sum(map(len, tried.values()))
+    seconds = time_answer(baseline.engine, prompts[0]) * len(prompts)
+    minutes = count * estimate_seconds(seconds, len(batch_sizes), config.repeats) / 60
+    _LOG.warning("tuning %d drafts, about %.0f min", count, max(minutes, 1))
+
+    def tune_draft(name: str, file: str | None, engine: Engine) -> dict[int, dict[str, Any]]:
+        def keep(size: int, measure: Callable[[], Any]) -> Any:
+            return kept.get(f"{name}, {file}, {size}", measure)
+
+        return tune(engine, prompts, batch_sizes, repeats=config.repeats, keep=keep)
+
     entries = {}
     for name, engines in tried.items():
-        tuned = {
-            file: tune(engine, prompts, batch_sizes, repeats=config.repeats)
-            for file, engine in engines.items()
-        }
+        tuned = {file: tune_draft(name, file, engine) for file, engine in engines.items()}
         best = max(tuned, key=lambda file: _gain(tuned[file]))
         _write_tuned(paths[name], config.drafts[name], tuned[best], best, config)
         for file, entry in tuned.items():
             entries[name if file == config.draft_vocabulary else f"{name}, {file}"] = entry
+    kept.finish()
     report = {"drafts": entries, "files": {name: str(paths[name]) for name in tried}}
     print(_format_tuning(entries))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
-    best = {
-        name: {size: one["best"] for size, one in sizes.items()} for name, sizes in found.items()
+    trees = {
+        name: {size: row["best"] for size, row in sizes.items()} for name, sizes in entries.items()
     }
-    print_summary(
-        with_provenance(report, config), "", brief={"best": best, "files": report["files"]}
-    )
+    brief = {"trees": trees, "files": report["files"]}
+    print_summary(with_provenance(report, config), "", brief=brief)
 
 
 def _gain(tuned: dict[int, dict[str, Any]]) -> float:

@@ -15,7 +15,7 @@ everything from verifying to committing, by the number of nodes.
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +47,7 @@ _MEASURED_NODES = (2, 4, 8, 16, 32, 64, 128)
 _RECORDED_TOGETHER = 8
 _CALLS = 15
 _CONFIRMED = 3
+_RECORDING_WEIGHT, _COMPILE_SECONDS = 2.5, 60.0  # see `estimate_seconds`
 _MISSING = np.iinfo(np.int32).max
 
 Ranks = np.ndarray
@@ -94,11 +95,13 @@ def tune(
     batch_sizes: Sequence[int],
     *,
     repeats: int,
+    keep: Callable[[int, Callable[[], Any]], Any] = lambda size, measure: measure(),
 ) -> dict[int, dict[str, Any]]:
     """Finds the fastest tree of every batch size, on prompts that should resemble later ones.
 
     Args:
       repeats: interleaved passes over all prompts that confirm a prediction.
+      keep: gives what was found for a batch size: what an earlier run kept, else it measures.
 
     Returns:
       Per batch size: the `best` tree, and in `methods`, by name, what was predicted and measured.
@@ -106,24 +109,39 @@ def tune(
     size = engine.weights.draft["head"]["weight"].shape[0]
     candidates = _TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)
     top_ks = sorted({min(top_k, size) for top_k in candidates})
-    recordings = record_all(engine, prompts, _DEPTH, top_ks)
     default = engine.with_tree(default_tree()).trees[1]
-    report = {}
-    for batch_size in batch_sizes:
+
+    @cache
+    def recordings() -> dict[int, Recording]:
+        return record_all(engine, prompts, _DEPTH, top_ks)
+
+    def measure(batch_size: int) -> dict[str, Any]:
         costs = measure_costs(engine, prompts[:batch_size], batch_size, _DEPTH, top_ks)
-        predicted = predict_all(recordings, costs, batch_size, _DEPTH)
+        predicted = predict_all(recordings(), costs, batch_size, _DEPTH)
         # A default that asks for more than was recorded is run without a prediction.
         chosen = list(dict.fromkeys([None, default, *choose_few(predicted)]))
         rows = confirm(engine, prompts, batch_size, chosen, repeats)
         for tree, row in rows.items():
             row["predicted"] = predicted[tree]._asdict() if tree in predicted else None
         best = max(rows, key=lambda tree: rows[tree]["ratio"])
-        report[batch_size] = {
+        return {
             "best": best and config_to_dict(best),
             "methods": {tree_name(tree): row for tree, row in rows.items()},
             "costs": costs._asdict(),
         }
-    return report
+
+    return {size: keep(size, partial(measure, size)) for size in batch_sizes}
+
+
+def estimate_seconds(seconds: float, num_sizes: int, repeats: int) -> float:
+    """Seconds that `tune` takes about, most of them for recording; by hand, on two CPU cores.
+
+    Args:
+      seconds: seconds of all prompts, without a draft.
+    """
+    recorded = len(_TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)) * _RECORDING_WEIGHT
+    confirmed = num_sizes * (1 + repeats) * (_CONFIRMED + 2)
+    return (recorded + confirmed) * seconds + (1 + num_sizes) * _COMPILE_SECONDS
 
 
 def tree_name(tree: TreeConfig | None) -> str:

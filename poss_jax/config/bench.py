@@ -129,6 +129,23 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class LosslessConfig(BenchConfig):
+    """One check by `poss lossless`, short unless more is asked for."""
+
+    max_new_tokens: Count = 64
+    num_prompts: Count = 2
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TuneConfig(BenchConfig):
+    """One search by `poss tune`, short unless more is asked for."""
+
+    max_new_tokens: Count = 64
+    num_prompts: Count = 4
+    repeats: Count = 2
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DriftConfig(ComparisonConfig):
     """One analysis of drafts by depth, along the target's own greedy answers.
 
