@@ -41,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             plot_report,
         )
         from infer.bench.report import open_output, show_report
+        from poss_jax.bundled.default import with_bundled
     with open_output(config.output, overwrite=args.overwrite) as folder:
-        report = study(config)
+        report = study(with_bundled(config))
         if config.spans is not None:
             for draft in report["drafts"].values():
                 draft["positions_per_specialist"] = advise(draft["by_depth"], config.spans)

@@ -11,8 +11,9 @@ over all their devices, and the first process listens.
 
     poss serve
     poss serve MODEL --draft DRAFT --batch-size 32
-    curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \
-        -d '{"messages": [{"role": "user", "content": "How do I poach an egg?"}]}'
+    curl http://127.0.0.1:8000/v1/chat/completions \
+        -H 'Content-Type: application/json' -d \
+        '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
 """
 
 import logging

@@ -277,7 +277,7 @@ Tokens per pass of the target, all texts pooled: draft 2.80; without a draft 1.
     assert "draft               2.83      10.7             3.33\n" in format_brief(report)
     report["methods"]["draft"]["saves"] = 0.2
     assert describe(report)[2] == (
-        "With 32,000 tokens (train.draft_vocab) rounds would read less: draft 20%."
+        "With 32,000 tokens (poss draft-vocab) rounds would read less: draft 20%."
     )
     only_plain = report | {"methods": {"plain": report["methods"]["plain"]}}
     assert describe(only_plain) == ["Without a draft: 3.2 tokens/s."]

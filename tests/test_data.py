@@ -140,7 +140,9 @@ def test_text_files_by_path_and_glob_and_max_documents(tmp_path: Path) -> None:
     assert sorted(found.train + found.validation) == sorted(f"ünïcode {n}" for n in range(40))
     some = load(tmp_path / "*.txt", validation_fraction=0.5, max_documents=10)
     assert set(some.train + some.validation) == {f"ünïcode {n}" for n in range(10)}
-    with pytest.raises(UserError, match=r"one training and one validation document, got . and .;"):
+    with pytest.raises(
+        UserError, match=r"one training and one validation document, got . and .: a hash"
+    ):
         load(tmp_path / "00.txt")
 
 
@@ -465,3 +467,15 @@ def test_prompt_files_that_cannot_be_read(tmp_path: Path, line: bytes, error: st
     with pytest.raises(UserError, match=rf"p\.jsonl.*: .*{error}") as caught:
         read_prompts(tmp_path / "p.jsonl")
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_empty_files_are_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UserError, match="want documents, got empty files"):
+        load(tmp_path / "empty.jsonl")
+
+
+def test_split_that_leaves_a_side_empty_is_explained(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "few.jsonl", *({"text": f"text {n}"} for n in range(20)))
+    with pytest.raises(UserError, match="got 20 and 0: a hash of each decides its side"):
+        load(path, validation_fraction=1e-9)

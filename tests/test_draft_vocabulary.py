@@ -103,7 +103,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ({"vocab_size": None}, "missing key 'vocab_size'"),
         ({"vocab_size": 10}, "want a draft vocabulary of 9 tokens, .* got one made for 10; count"),
         ({"coverage": 2}, "coverage: "),
-        ({"ids": []}, "unknown key 'ids'; did you mean"),
+        ({"ids": []}, "unknown key 'ids'; want one of 'vocab_size', 'tokens'"),
     ],
 )
 def test_what_is_refused(values: dict[str, Any], error: str, tmp_path: Path) -> None:

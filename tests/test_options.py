@@ -113,10 +113,10 @@ DOC = """Does something.
 
 Explains it at length.
 
-    python -m infer.generate --prompt x --output \\
+    poss generate --prompt x --output \\
         answers.jsonl
-    python -m infer.generate --config configs/demo/bench.yaml
-    python -m infer.generate --config configs/nowhere.yaml
+    poss generate --config configs/demo/bench.yaml
+    poss generate --config configs/nowhere.yaml
 """
 
 
@@ -269,6 +269,12 @@ def test_what_devices_are_planned_with_is_not_the_tree_of_this_one() -> None:
 def test_requests_of_a_server_have_their_own_seeds() -> None:
     with pytest.raises(UserError, match=r"^--seed: want none, got 3; every request has its own"):
         read_arguments(ServeConfig, ["--seed", "3"], prog="test", doc=None)
+
+
+def test_draft_without_a_name_is_called_as_its_folder() -> None:
+    words = ["--draft", "EAGLE-2", "--draft", "models/poss3/", "--draft", "A=b"]
+    config, _ = read_arguments(BenchConfig, words, prog="test", doc=None)
+    assert config.drafts == {"EAGLE-2": "EAGLE-2", "poss3": "models/poss3/", "A": "b"}
 
 
 def test_options_do_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,10 @@ def test_a_traceback_that_cannot_be_kept_is_printed(
     )
 
 
-NOWHERE = "error: model folder nowhere does not exist; give a folder written by poss_jax\n"
+NOWHERE = (
+    "error: model folder nowhere does not exist; write it first: poss convert target --source "
+    "CHECKPOINT --output nowhere\n"
+)
 NO_FILE = "error: config nowhere.yaml: No such file or directory; give the path of a YAML file\n"
 
 

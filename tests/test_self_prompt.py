@@ -333,4 +333,4 @@ def test_a_server_writes_turns_and_answers_them(runs: Runs, tmp_path: Path) -> N
     answered = [(body["seed"], body["temperature"]) for body in chat.bodies if "messages" in body]
     assert {(seed, float(n % 2)) for n, seed in enumerate(seeds)} == set(answered)
     without = ["--server", "http://localhost:1/v1", *given[2:]]
-    assert "self_prompt wants a target" in refusal(main, *without)
+    assert "--self-prompt: want --target DIR, whose" in refusal(main, *without)

@@ -314,6 +314,38 @@ def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
 # Bad input
 
 
+def test_dry_run_shows_the_sample_before_it_refuses_the_batch(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_file(runs, tmp_path / "in", TARGET, output=str(tmp_path / "out" / "run"))
+    error = refusal(main, "--config", config, "batch_size=1000", "--dry-run")
+    assert error.endswith("or lower batch_size (batch_size=1)")
+    assert f"\n{BRACKETS[0]}<s>def area_" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("folder", "advice"),
+    [
+        ("nowhere", "write it first: poss convert target --source CHECKPOINT --output nowhere"),
+        ("runs/t/model", "train it first: poss train --config FILE, where FILE has output: runs/t"),
+    ],
+)
+def test_missing_target_names_the_command_that_makes_it(
+    runs: Runs, tmp_path: Path, folder: str, advice: str
+) -> None:
+    config = config_file(runs, tmp_path, DRAFT)
+    assert refusal(main, "--config", config, f"target={folder}", "--dry-run").endswith(advice)
+
+
+def test_quantised_target_names_what_it_was_made_from(runs: Runs, tmp_path: Path) -> None:
+    command = ["python", "-m", "poss_jax.convert", "target", "--source", "it.gguf"]
+    made = {"quantised": "int8", "provenance": {"command": command}}
+    target = copy_model(runs.model("target"), tmp_path / "int8", **made)
+    error = refusal(main, "--config", config_file(runs, tmp_path, DRAFT), f"target={target}")
+    assert "quantised to int8" in error
+    assert error.endswith("poss convert target --source it.gguf --output DIR")
+
+
 @pytest.mark.parametrize(
     ("values", "override", "error"),
     [
@@ -323,7 +355,11 @@ def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
         (TARGET, "model=null", "stage target needs the key 'model'"),
         (TARGET, "model.vocab_size=100", "vocab_size wants at least 259"),
         (TARGET, "data.source=nowhere/*.txt", "no such file; give a path or a glob"),
-        (TARGET, "batch_size=1000", "a batch needs 1000; raise data.validation_fraction"),
+        (
+            TARGET,
+            "batch_size=1000",
+            "a batch needs 1000; give more documents, raise data.validation_fraction, or lower",
+        ),
         (DRAFT, "target=nowhere", "model folder nowhere does not exist"),
         (DRAFT, "target=null", "stage draft needs the key 'target'"),
         (DRAFT, "target={eagle}", "eagle/model: want a target, got a draft"),

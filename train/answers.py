@@ -79,11 +79,11 @@ def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
         questions.append(Question(index, where, ids, messages))
         num_usable += isinstance(messages, list)
     if all(isinstance(question.messages, Broken) for question in questions):
-        first = f"; first {questions[0].where}: {questions[0].messages}" if questions else ""
-        raise UserError(
-            f"source {config.source!r}: want chats or questions, got none in {len(questions)} "
-            f"records{first}"
-        )
+        got = "empty files"
+        if questions:
+            first = f"first {questions[0].where}: {questions[0].messages}"
+            got = f"none in {len(questions)} records; {first}"
+        raise UserError(f"source {config.source!r}: want chats or questions, got {got}")
     return questions
 
 

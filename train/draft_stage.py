@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
-from poss_jax.checkpoint.folder import load_draft, load_target, read_draft
+from poss_jax.checkpoint.folder import load_draft, load_target, read_dense, read_draft
 from poss_jax.checkpoint.record import ModelRecord, new_record, read_record
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.json_reading import read_json
@@ -63,7 +63,7 @@ from .features import (
     measure_deviations,
 )
 from .memory import PlannedStep, plan_draft_step
-from .preparation import prepare_rows, read_unquantised, run_dtype
+from .preparation import prepare_rows, run_dtype
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class DraftStage:
     def __init__(self, config: TrainConfig, folder: AnyPath, mesh: Mesh) -> None:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
-        self._record, self._dtype = read_unquantised(config.target), run_dtype(config, mesh)
+        self._record, self._dtype = read_dense(config.target), run_dtype(config, mesh)
         self._validation_depth = _check_depths(config)
         self._open_draft()
         self._refuse_other_models(folder)

@@ -43,8 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError("--compile-for describes a run; add --dry-run")
     start_processes()
     with waiting("importing JAX ..."):
+        from poss_jax.bundled.default import with_bundled
+
         from .devices import is_first_process
         from .training import describe, train
+    config = with_bundled(config)
     if args.dry_run:
         results = describe(config, args.compile_for)
     else:

@@ -8,8 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from poss_jax.checkpoint.folder import read_target
-from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.models import LlamaConfig
 from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError, printable_lines
@@ -31,17 +29,6 @@ def run_dtype(config: TrainConfig, mesh: Mesh) -> Any:
     return jnp.dtype(config.dtype or ("float32" if is_cpu else "bfloat16"))
 
 
-def read_unquantised(folder: str) -> ModelRecord:
-    """Reads the record of a run's target; refuses a quantised one."""
-    record = read_target(folder)
-    if record.quantised is not None:
-        raise UserError(
-            f"target {folder} is quantised to {record.quantised}, which no model is trained with; "
-            "give the target it was made from, whose drafts fit it"
-        )
-    return record
-
-
 def prepare_rows(
     folder: AnyPath,
     config: TrainConfig,
@@ -49,7 +36,7 @@ def prepare_rows(
     llama: LlamaConfig,
     load: Callable[[], Documents] | None = None,
 ) -> Prepared:
-    """Makes training rows and held-out rows, at least a batch of each.
+    """Makes training rows and held-out rows.
 
     Process 0 makes them and the others read its file. In a dry run each process has its own folder
     and makes them itself.
@@ -59,7 +46,7 @@ def prepare_rows(
       load: reads the documents if the rows are not made yet.
 
     Raises:
-      UserError: the data cannot be used, or there is too little of it.
+      UserError: the data cannot be used.
     """
 
     def make() -> Prepared:
@@ -69,24 +56,30 @@ def prepare_rows(
     made: list[Prepared] = []
     broadcast_from_first(lambda: made.append(make()))
     prepared = made[0] if made else make()
-    held_out, length = len(prepared.validation), config.data.sequence_length
+    length = config.data.sequence_length
     if length > llama.max_position_embeddings:
         _LOG.warning(
             "data.sequence_length %d is more than the %d positions that the target is made for",
             length,
             llama.max_position_embeddings,
         )
+    return prepared
+
+
+def check_held_out(config: TrainConfig, rows: Rows) -> None:
+    """Raises UserError if held-out rows do not fill a batch, or have nothing to validate with."""
+    held_out, length = len(rows), config.data.sequence_length
     if held_out < config.batch_size:
         raise UserError(
             f"held-out documents fill {held_out} rows of {length} tokens, a batch needs "
-            f"{config.batch_size}; raise data.validation_fraction or give more documents"
+            f"{config.batch_size}; give more documents, raise data.validation_fraction, or lower "
+            "batch_size (batch_size=1)"
         )
-    if not prepared.validation[: num_validation_rows(config, held_out)].loss_mask.any():
+    if not rows[: num_validation_rows(config, held_out)].loss_mask.any():
         raise UserError(
             "held-out rows: none of those that are validated with has a token to train on; raise "
             "validation_rows or data.sequence_length"
         )
-    return prepared
 
 
 def num_validation_rows(config: TrainConfig, available: int) -> int:

@@ -47,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         actions=_ACTIONS,
     )
     with waiting("importing JAX ..."):
+        from poss_jax.bundled.default import with_bundled
+
         from .regeneration import regenerate
+    config = with_bundled(config)
     print_summary(regenerate(config, overwrite=args.overwrite))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from poss_jax.checkpoint.folder import copy_tokenizer, load_target
+from poss_jax.checkpoint.folder import copy_tokenizer, load_target, read_dense
 from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.paths import AnyPath, as_path, uploaded
 from poss_jax.config.reading import UserError, config_to_dict
@@ -28,7 +28,7 @@ from poss_jax.shapes import Params
 
 from .devices import broadcast_from_first, compile_on, make_on, make_step_on, write_together
 from .memory import PlannedStep, plan_target_step
-from .preparation import prepare_rows, read_unquantised, run_dtype
+from .preparation import prepare_rows, run_dtype
 
 _TOKENIZER = "tokenizer"  # subfolder of a target's run
 
@@ -69,7 +69,7 @@ class TargetStage:
         """Refuses a target to start from that has another shape than the run's."""
         if (folder := self._run.init_target) is None:
             return
-        initial = config_to_dict(read_unquantised(folder).llama)
+        initial = config_to_dict(read_dense(folder).llama)
         config = config_to_dict(self.config)
         initial["num_layers"] = max(initial["num_layers"], config["num_layers"])
         for name, value in initial.items():

@@ -23,7 +23,7 @@ from .devices import is_first_process, make_on
 from .draft_stage import DraftStage
 from .loop import Stage, run_steps
 from .memory import check_memory, describe_devices
-from .preparation import describe_data, describe_sample
+from .preparation import check_held_out, describe_data, describe_sample
 from .run_folder import RunFolder, holds_model
 from .run_log import check_loggers
 from .target_stage import TargetStage
@@ -45,6 +45,7 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
         with claim_together(config, overwrite=overwrite) as claimed:
             stage = None if holds_model(claimed) else open_stage(config, claimed)
             if stage is not None:
+                check_held_out(config, stage.validation_rows)
                 check_memory(stage.plan_step())
                 stage.load_weights()
         with closing(RunFolder(config)) as folder:
@@ -104,6 +105,7 @@ def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, A
     if is_first_process():
         sample = describe_sample(stage.rows, stage.tokenizer)
         print("\n".join([*describe_data(stage.report), *sample]))
+    check_held_out(config, stage.validation_rows)
     memory = describe_devices(stage.plan_step(), compile_for)
     return {
         "stage": config.stage,

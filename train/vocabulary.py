@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from poss_jax.bundled.default import find_bundled, with_bundled
 from poss_jax.checkpoint.draft_vocabulary import (
     SMALLEST,
     DraftVocabulary,
     read_draft_vocabulary,
     write_draft_vocabulary,
 )
-from poss_jax.checkpoint.folder import read_target, write_model
+from poss_jax.checkpoint.folder import read_family, read_target, write_model
 from poss_jax.checkpoint.items import load_item
-from poss_jax.checkpoint.record import provenance, read_record, with_vocabulary
+from poss_jax.checkpoint.record import provenance, with_vocabulary
 from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict, load_config
@@ -35,7 +36,7 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
         if args.size is None and args.coverage is None:
             raise UserError("--output wants a draft vocabulary; add --size or --coverage")
         check_new_file(args.output)
-    config = load_config(TrainConfig, args.config, args.overrides)
+    config = with_bundled(load_config(TrainConfig, args.config, args.overrides))
     counts = count_tokens(config)
     trained = counts[0]
     size = args.size if args.coverage is None else size_for_coverage(trained, args.coverage)
@@ -66,14 +67,13 @@ def _vocabulary(config: TrainConfig, trained: np.ndarray, tokens: np.ndarray) ->
 def apply(args: argparse.Namespace) -> dict[str, Any]:
     """Writes a copy of a draft with a vocabulary; returns the summary."""
     refuse_irreplaceable(args.output)
-    record = read_record(args.draft)
-    if record.family != "draft":
-        raise UserError(f"{args.draft}: want a draft, got a target; give the folder of a draft")
+    draft = as_path(find_bundled(args.draft))
+    record = read_family(draft, "draft")
     tokens = read_draft_vocabulary(args.vocabulary, record.draft.layer.vocab_size)
-    limited = with_vocabulary(record, tokens.tolist(), origin=str(args.draft))
-    items = ((name, load_item(args.draft, record, name)) for name in record.items)
+    limited = with_vocabulary(record, tokens.tolist(), origin=str(draft))
+    items = ((name, load_item(draft, record, name)) for name in record.items)
     new = replace(limited, provenance=provenance())
-    write_model(args.output, new, items, tokenizer_from=args.draft)
+    write_model(args.output, new, items, tokenizer_from=draft)
     return {"output": str(args.output), "size": len(tokens)}
 
 

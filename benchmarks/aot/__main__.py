@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError("want either --topology SLICE or --gpu NAME; see --help")
     with waiting("importing JAX ..."):
         from benchmarks.aot.report import run
-    run(config, args)
+        from poss_jax.bundled.default import with_bundled
+    run(with_bundled(config), args)
 
 
 if __name__ == "__main__":

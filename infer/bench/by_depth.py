@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.checkpoint.folder import load_draft, load_target, read_target
+from poss_jax.checkpoint.folder import load_draft, load_target, read_dense
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.bench import DriftConfig
 from poss_jax.config.models import DraftConfig
@@ -53,11 +53,7 @@ def study(config: DriftConfig) -> dict[str, Any]:
     Returns:
       The report, JSON-compatible (see docs/experiments.md).
     """
-    if kind := read_target(config.target).quantised:
-        raise UserError(
-            f"target {config.target} is quantised to {kind}, whose features no draft was trained "
-            "on; give the target it was made from"
-        )
+    read_dense(config.target)  # refuses others before anything is decoded
     texts, looping, decoded = decode(config)
     record, target = load_target(config.target, default_dtype())
     target |= {"layers": stack_layers(target["layers"])}

@@ -56,8 +56,8 @@ def run(config: BenchConfig, *, from_scratch: bool) -> None:
             write_page(report, folder / "report.html")
             write_answer_files(answers, folder)
 
-        texts = {"found": describe(report)[0], "brief": format_brief(report)}
-        show_report(report, table, folder, write=write, **texts)
+        found, brief = describe(report)[0], format_brief(report)
+        show_report(report, table, folder, found=found, brief=brief, write=write)
 
 
 def bench(

@@ -43,7 +43,7 @@ def find_bundled(name: str | AnyPath) -> str | AnyPath:
     Raises:
       UserError: what `default_target` refuses.
     """
-    if name == SMOLLM2:
+    if str(name) == SMOLLM2:
         return default_target()
     drafts = {draft.lower(): folder for draft, folder in default_drafts().items()}
     return drafts.get(str(name).lower(), name)
@@ -53,7 +53,7 @@ def with_bundled(config: ConfigT) -> ConfigT:
     """Returns a config that has folders where it named bundled models (see `find_bundled`)."""
     changes: dict[str, Any] = {}
     for name in (field.name for field in fields(config)):  # type: ignore[arg-type]
-        value = getattr(config, name)
+        value: Any = getattr(config, name)
         if name in ("target", "draft", "init_target", "init_draft") and value is not None:
             changes[name] = str(find_bundled(value))
         elif name == "drafts":

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,26 @@ def read_target(folder: str | AnyPath) -> ModelRecord:
       UserError: what `read_record` refuses, or a draft.
     """
     return read_family(folder, "target")
+
+
+def read_dense(folder: str | AnyPath) -> ModelRecord:
+    """Reads the record of a target's folder whose weights no quantisation has rounded.
+
+    Drafts are trained and analysed along features of such a target.
+
+    Raises:
+      UserError: what `read_target` refuses, or a quantised target.
+    """
+    record = read_target(folder)
+    if record.quantised is None:
+        return record
+    command: list[str] = record.provenance.get("command", [])
+    source = dict(pairwise(command)).get("--source", "SOURCE")
+    raise UserError(
+        f"target {folder} is quantised to {record.quantised}, and no draft is made for such "
+        f"features; give the target it was made from: poss convert target --source {source} "
+        "--output DIR"
+    )
 
 
 def read_draft(
@@ -219,7 +240,7 @@ def verify_model(folder: str | AnyPath) -> ModelRecord:
 
 def read_family(folder: str | AnyPath, family: str) -> ModelRecord:
     """Reads the record of a target's or a draft's folder; refuses the other family."""
-    record = read_record(folder)
+    record = read_record(folder, family)
     if record.family != family:
         raise UserError(f"{folder}: want a {family}, got a {record.family}; give the other folder")
     return record

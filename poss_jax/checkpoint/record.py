@@ -219,8 +219,11 @@ def _command() -> list[str]:
     return [*program, *sys.orig_argv[2:]]
 
 
-def read_record(folder: str | AnyPath) -> ModelRecord:
+def read_record(folder: str | AnyPath, family: str = "target") -> ModelRecord:
     """Reads the record of a model folder, without its weights.
+
+    Args:
+      family: what is wanted, for the message about a missing folder.
 
     Raises:
       UserError: no such folder, not a model folder, unknown format version, malformed record, a
@@ -228,7 +231,7 @@ def read_record(folder: str | AnyPath) -> ModelRecord:
     """
     folder = as_path(folder)
     if not folder.is_dir():
-        raise UserError(f"model folder {folder} does not exist; give a folder written by poss_jax")
+        raise UserError(f"model folder {folder} does not exist; {_how_to_make(folder, family)}")
     path = folder / "model.json"
     if not path.is_file():
         raise UserError(
@@ -245,6 +248,14 @@ def read_record(folder: str | AnyPath) -> ModelRecord:
             "use the version of poss_jax that wrote it, or convert the source again"
         )
     return build_config(ModelRecord, values, origin=str(path))
+
+
+def _how_to_make(folder: AnyPath, family: str) -> str:
+    """Says what writes a model folder; a training run writes its model into its own folder."""
+    if folder.name == "model":
+        return f"train it first: poss train --config FILE, where FILE has output: {folder.parent}"
+    target = "" if family == "target" else "--target TARGET "
+    return f"write it first: poss convert {family} --source CHECKPOINT {target}--output {folder}"
 
 
 def with_vocabulary(record: ModelRecord, tokens: Iterable[int], *, origin: str) -> ModelRecord:

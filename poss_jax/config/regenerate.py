@@ -100,7 +100,7 @@ class RegenerateConfig(AnswerConfig):
         if self.self_prompt is not None and self.data.is_code == (self.source_share > 0):
             raise ValueError("source_share: want it above 0 with a data.source, and only then")
         if self.self_prompt is not None and self.target is None:
-            raise ValueError("self_prompt wants a target, whose tokenizer opens a user's turn")
+            raise ValueError("self_prompt: want --target DIR, whose tokenizer opens a user's turn")
         if self.self_prompt is None and self.data.is_code:
             raise ValueError(
                 f"data.source: want chats or questions (--source DATA), got {self.data.source}, "

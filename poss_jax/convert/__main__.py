@@ -40,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, and runs one command."""
     options = vars(_parser().parse_args(arguments))
     command, _ = options.pop("command"), options.pop("json")  # see `wants_json`
+    named = ("model", "draft", "target", *(["source"] if command == "inspect" else []))
+    for name in named:
+        if options.get(name) is not None:
+            options[name] = _find_bundled(options[name])
     if "output" in options:  # before anything large is read
         refuse_irreplaceable(options["output"])
     if command == "inspect":
@@ -48,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _export(**options)
     else:
         _convert(command, **options)
+
+
+def _find_bundled(name: Any) -> Any:
+    with waiting("importing JAX ..."):
+        from poss_jax.bundled.default import find_bundled
+    return find_bundled(name)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -80,11 +80,13 @@ def load_documents(config: DataConfig) -> Documents:
         side = documents.validation if _is_held_out(key, config) else documents.train
         side.append(document)
     documents.tally.check(config.max_dropped)
+    if not documents.tally.records:
+        raise UserError(f"data.source {config.source!r}: want documents, got empty files")
     if not (documents.train and documents.validation):
         raise UserError(
             f"data.source {config.source!r}: want at least one training and one validation "
-            f"document, got {len(documents.train)} and {len(documents.validation)}; give more "
-            "documents (or shorter ones) or change data.validation_fraction"
+            f"document, got {len(documents.train)} and {len(documents.validation)}: a hash of each "
+            "decides its side; give more documents, or change data.validation_fraction"
         )
     return documents
 

@@ -45,7 +45,7 @@ _METAVARS = {
     "FILE": "prompts trees draft_vocabulary",
     "TEXT": "stop question prompt data.system_prompt system",
     "NAME": "allowed_hosts",
-    "NAME=DIR": "drafts",
+    "[NAME=]DIR": "drafts",
     "NAME=VALUE": "chat_template_kwargs",
     "ID=VALUE": "sampling.logit_bias",
     "URL": "server allowed_origins",
@@ -408,6 +408,8 @@ def _metavar(option: Option) -> str:
 
 def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig | None) -> None:
     """Sets the key of an option in nested values; a tree begins as `tree`, None: the device's."""
+    if option.key == "drafts":  # a folder's own name is its name in reports
+        value = [text if "=" in text else f"{Path(text).name}={text}" for text in value]
     if _kind(option) is dict:
         value = read_pairs(option.flag, value, _metavar(option))
     *sections, name = option.key.split(".")
