@@ -49,7 +49,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m benchmarks.cpu_engines ": "needs torch and the default model",
     "python -m benchmarks.accelerator ": "measures an 8B pair",
     "python -m infer.serve": "serves until it is told to end; tests/test_serving.py asks it",
-    "python -m infer.lossless ": "runs for minutes; tests/test_lossless.py runs it",
+    "python -m infer.lossless": "runs for minutes; tests/test_lossless.py runs it",
     "python -m infer.bench --roofline ": "runs for minutes; tests/test_bench.py runs it",
     "python -m infer.tune ": "compiles many trees; tests/test_autotune.py tunes",
     "python -m benchmarks.aot ": "needs libtpu or jax[cuda13]; tests/test_aot.py compiles",

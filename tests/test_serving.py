@@ -839,3 +839,17 @@ def test_errors_name_no_paths(runs: Runs, served: Served) -> None:
     told = "".join(served.post("/v1/completions", body).text for body in bodies)
     told += served.get("/v1/../../etc/passwd").text + json.dumps(served.get("/v1/models").json())
     assert str(runs.root) not in told and "poss_jax/" not in told and "weight" not in told
+
+
+def test_log_says_what_the_first_answer_waited_for(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "poss_jax.access")
+    body = {"prompt": "def", "max_tokens": 2}
+    with serving(served.engine) as starting:
+        assert not starting.service.is_ready
+        for _ in range(2):
+            assert starting.post("/v1/completions", body).status_code == 200
+    first, second = (json.loads(record.getMessage()) for record in caplog.records[-2:])
+    assert 0 < first["milliseconds_for_compilation"] <= first["milliseconds"]
+    assert "milliseconds_for_compilation" not in second

@@ -4,8 +4,8 @@ Takes a target and drafts (model folders), without --target the model that `make
 Answers every question of every set, at every temperature and with every seed, autoregressively and
 with each draft. Prints the main numbers on a terminal; elsewhere all tables (acceptance length,
 acceptance by position, tokens per second and speed-up with 95 % intervals) and, as the last line,
-everything as one JSON object. --output keeps every answer as it comes, so that the same command
-resumes after an interruption, and the report (report.html, .md, .json).
+what was found; with --json everything. --output keeps every answer as it comes, so that the same
+command resumes after an interruption, and the report (report.html, .md, .json).
 
     poss bench --config configs/demo/bench.yaml
     poss bench --target T --draft EAGLE-2=E --draft PosS-3=P \

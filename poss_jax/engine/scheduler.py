@@ -36,7 +36,7 @@ from poss_jax.shapes import Params
 _LOG = logging.getLogger(__package__)
 _PATIENCE = 16  # steps for which a batch stays larger than its texts need
 _POLL_SECONDS = 0.1
-_REST_SECONDS = 2.0  # that compiling leaves the processor to texts, after each program
+_REST_SECONDS = 30.0  # that compiling leaves the processor to texts, after each program
 
 
 class QueueFull(Exception):

@@ -194,6 +194,7 @@ class Stats:
       cached_tokens: prompt tokens copied from earlier prompts instead of read.
       finished: answers by stop reason.
       compilations: programs that texts waited for although there was a `warm_up`.
+      compile_seconds: how long these took to compile.
     """
 
     rounds: int = 0
@@ -205,6 +206,7 @@ class Stats:
     cached_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     compilations: int = 0
+    compile_seconds: float = 0.0
     _thread: threading.Thread | None = None
 
     def watch_compilations(self, thread: threading.Thread) -> None:
@@ -223,5 +225,6 @@ class Stats:
         is_ours = threading.current_thread() is self._thread
         if is_ours and event == "/jax/core/compile/backend_compile_duration":
             self.compilations += 1
+            self.compile_seconds += duration_secs
             name = about.get("fun_name", "a program")
             _LOG.warning("compiled %s after the warm-up, in %.1f s", name, duration_secs)

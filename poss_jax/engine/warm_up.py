@@ -41,6 +41,8 @@ class WarmUp:
       sizes: batch sizes that are compiled, ascending; texts can be decoded once there is one.
       guided_sizes: those whose rounds with grammars are compiled.
       wants_guided: a text waits for such rounds, so they are compiled next.
+      ready_at, guided_at: when there was the first of `sizes` and `guided_sizes`, as
+        `time.monotonic` counts; None: not yet.
     """
 
     def __init__(self, slots: Slots | Leader) -> None:
@@ -52,6 +54,8 @@ class WarmUp:
         self.sizes: tuple[int, ...] = ()
         self.guided_sizes: tuple[int, ...] = ()
         self.wants_guided = False
+        self.ready_at: float | None = None
+        self.guided_at: float | None = None
         self._slots, self._first = slots, slots.sizes[0]
         self._rounds: list[Program] = []  # of the first size
         self._left, self._done = list(_list_tasks(slots)), list[_Task]()
@@ -76,9 +80,11 @@ class WarmUp:
             if task.program is not None and task.size == self._first:
                 self._rounds.append(task.program)
             if task.size is not None and task.size not in self.sizes:
+                self.ready_at = self.ready_at or self._finished
                 self.sizes = (*self.sizes, task.size)
             sizes_left = {one.guided_size for one in self._left}
             if task.guided_size is not None and task.guided_size not in sizes_left:
+                self.guided_at = self.guided_at or self._finished
                 self.guided_sizes = (*self.guided_sizes, task.guided_size)
             yield
 

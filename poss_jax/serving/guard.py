@@ -29,6 +29,8 @@ _LINGER_SECONDS = 5.0
 _LINGER_BYTES = 2**26
 _LOCAL_NAME = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])?(:[0-9]*)?", re.IGNORECASE)
 _LOG = logging.getLogger("poss_jax.access")
+NOTES = "poss_jax.notes"
+"""Key of a request's scope: a dict of further fields of its line in the access log."""
 
 
 class Guard:
@@ -70,6 +72,7 @@ class Guard:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _ID.fullmatch(given) else secrets.token_hex(8)
         begun, status = time.monotonic(), 0
+        scope[NOTES] = notes = {}  # what the application adds to the log's line
         body = _Body(self, headers, receive)
 
         async def send_on(message: Message) -> None:
@@ -101,6 +104,7 @@ class Guard:
                 "path": scope["path"],
                 "status": status,
                 "milliseconds": round(1000 * (time.monotonic() - begun)),
+                **notes,
             }
             _LOG.info("%s", json.dumps(entry))
 

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -36,6 +37,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.streams import Chunks, Stream, merge
 from poss_jax.serving.bodies import ApiError, parse_body, receive_body
+from poss_jax.serving.guard import NOTES
 from poss_jax.serving.replies import Reply
 from poss_jax.serving.requests import Job, add_guides, submit_grammar
 
@@ -177,7 +179,7 @@ class Service:
         self, request: Request, job: Job, kind: Callable[..., Reply] = Reply
     ) -> Response:
         """Answers a request, as one body or as a stream of events."""
-        arrived = time.monotonic()
+        arrived, compiled = time.monotonic(), self.scheduler.stats.compile_seconds
         job = await self._add_guides(request, job)
         reply = kind(self.engine, job, model=self.model)
         if job.scores_prompt:
@@ -185,7 +187,8 @@ class Service:
         streams = await self._submit_beside(job)
         interval = self.config.stream_interval_seconds if job.is_streamed else _KEEP_ALIVE_SECONDS
         chunks = merge(streams, patience=_KEEP_ALIVE_SECONDS, interval=interval)
-        chunks = self._timed(chunks, arrived)
+        note_wait = partial(self._note_wait, request.scope.get(NOTES, {}), job, arrived, compiled)
+        chunks = self._timed(chunks, arrived, note_wait)
         if job.is_streamed:
             return _Events(reply.write_events(chunks), streams)
         try:
@@ -206,7 +209,20 @@ class Service:
         except Closed as error:
             raise ApiError(503, _STOPS, retry_after=1) from error
 
-    async def _timed(self, chunks: Chunks, arrived: float) -> Chunks:
+    def _note_wait(self, notes: dict[str, Any], job: Job, arrived: float, compiled: float) -> None:
+        """Notes for the access log how long a request's first token waited for compilation.
+
+        Args:
+          compiled: seconds that compiling took on the scheduler's thread before it arrived.
+        """
+        warmth, is_guided = self.scheduler.warmth, any(one.guide for one in job.prompts)
+        ready_at = warmth and (warmth.guided_at if is_guided else warmth.ready_at)
+        seconds = self.scheduler.stats.compile_seconds - compiled
+        seconds += max(ready_at - arrived, 0.0) if ready_at else 0.0
+        if seconds > 0:
+            notes["milliseconds_for_compilation"] = round(1000 * seconds)
+
+    async def _timed(self, chunks: Chunks, arrived: float, on_first: Callable[[], None]) -> Chunks:
         """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
         first: dict[int, float] = {}
         try:
@@ -217,7 +233,10 @@ class Service:
                     if is_cancelled and self.scheduler.is_closed:
                         message = "the server stops; this answer is cut"
                         raise ApiError(503, message, retry_after=1)
+                    is_begun = bool(first)
                     self._measure(*item, first, arrived)
+                    if first and not is_begun:
+                        on_first()
                 yield item
         except Closed as error:
             raise ApiError(503, "decoding failed") from error
