@@ -136,8 +136,12 @@ def test_a_command_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_an_unknown_command_names_the_nearest(
-    typed: str, hint: str, capsys: pytest.CaptureFixture[str]
+    typed: str,
+    hint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/poss"])
     with pytest.raises(SystemExit) as caught:
         poss.main([typed])
     assert caught.value.code == 2

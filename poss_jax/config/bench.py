@@ -16,8 +16,8 @@ class ComparisonConfig:
     """Drafts to compare, and the prompts to compare them on.
 
     Attributes:
-      drafts: Model folder of a draft, or EAGLE-2, HASS or PosS-1 for the default target, and its
-        name in tables.
+      drafts: Model folder of a draft, and its name in tables; EAGLE-2, HASS and PosS-1 name the
+        default target's.
       prompts: JSONL file of prompts or questions; or `stdlib`, the modules of Python's standard
         library that training on `stdlib` holds out; or `packages:NAME,NAME`, all modules of these
         installed packages. null takes stdlib if no datasets are given.

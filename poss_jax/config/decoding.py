@@ -154,8 +154,8 @@ class AnswerConfig(DecodingConfig):
     """Settings of programs that answer prompts with one engine.
 
     Attributes:
-      draft: Model folder of a draft made for the target, or EAGLE-2, HASS or PosS-1 for the default
-        one; without one, decoding is autoregressive.
+      draft: Model folder of a draft made for the target; EAGLE-2, HASS and PosS-1 name the default
+        target's. Without one, decoding is autoregressive.
       max_length: Most tokens of prompt and answer together; null takes the target's own limit.
       trees: YAML file of draft trees by batch size (docs/generate.md, "Trees by batch size"), or
         none: decode without the draft.
