@@ -51,16 +51,17 @@ def find_bundled(name: str | AnyPath) -> str | AnyPath:
 
 def with_bundled(config: ConfigT) -> ConfigT:
     """Returns a config that has folders where it named bundled models (see `find_bundled`)."""
-    changes: dict[str, Any] = {}
-    for name in (field.name for field in fields(config)):  # type: ignore[arg-type]
-        value: Any = getattr(config, name)
-        if name in ("target", "draft", "init_target", "init_draft") and value is not None:
-            changes[name] = str(find_bundled(value))
-        elif name == "drafts":
-            changes[name] = {key: str(find_bundled(folder)) for key, folder in value.items()}
-        elif name == "methods":
-            changes[name] = {key: with_bundled(method) for key, method in value.items()}
-    return replace(config, **changes)  # type: ignore[type-var]
+
+    def find(name: str, value: Any) -> Any:
+        if name == "drafts":
+            return {key: str(find_bundled(folder)) for key, folder in value.items()}
+        if name == "methods":
+            return {key: with_bundled(method) for key, method in value.items()}
+        return value if value is None else str(find_bundled(value))
+
+    names = {field.name for field in fields(config)}  # type: ignore[arg-type]
+    names &= {"target", "draft", "init_target", "init_draft", "drafts", "methods"}
+    return replace(config, **{name: find(name, getattr(config, name)) for name in names})  # type: ignore[type-var]
 
 
 def recommended_sampling(target: str | AnyPath) -> SamplingConfig:
