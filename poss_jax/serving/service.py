@@ -216,9 +216,10 @@ class Service:
           compiled: seconds that compiling took on the scheduler's thread before it arrived.
         """
         warmth, is_guided = self.scheduler.warmth, any(one.guide for one in job.prompts)
-        ready_at = warmth and (warmth.guided_at if is_guided else warmth.ready_at)
         seconds = self.scheduler.stats.compile_seconds - compiled
-        seconds += max(ready_at - arrived, 0.0) if ready_at else 0.0
+        if warmth is not None:
+            ready_at = warmth.guided_at if is_guided else warmth.ready_at
+            seconds += max((ready_at or arrived) - arrived, 0.0)
         if seconds > 0:
             notes["milliseconds_for_compilation"] = round(1000 * seconds)
 
