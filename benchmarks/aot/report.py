@@ -18,7 +18,6 @@ from poss_jax.model.sharding import make_mesh
 from poss_jax.program.ahead import planned_memory, tpu_slice
 from poss_jax.program.output import check_writable, print_summary
 
-_FUSED = re.compile(r"%?[\w.]*(fused|wrapped)")
 _KERNEL = re.compile(
     r" (fusion|custom-call|dot|convolution|reduce|sort|scatter|gather|copy|transpose|convert"
     r"|(?:dynamic-)?(?:update-)?slice|all-reduce|all-gather|reduce-scatter|all-to-all"
@@ -75,9 +74,10 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
 
 def count_kernels(text: str) -> dict[str, int]:
     """Counts what a device runs by itself in optimised HLO, by kind; a loop's body counts once."""
-    computations = re.split(r"\n(?=%|ENTRY )", text)
-    outside = (block for block in computations if not _FUSED.match(block))
-    return dict(Counter(kind for block in outside for kind in _KERNEL.findall(block)).most_common())
+    fused = set(re.findall(r"calls=%?([\w.-]+)", text))
+    blocks = re.findall(r"^(?:ENTRY )?%?([\w.-]+) .*\{\n((?:  .*\n)+)\}", text, re.MULTILINE)
+    bodies = (body for name, body in blocks if name not in fused)
+    return dict(Counter(kind for body in bodies for kind in _KERNEL.findall(body)).most_common())
 
 
 def format_report(name: str, report: dict[str, Any]) -> str:
