@@ -246,7 +246,7 @@ def show_example(
     return {
         "prompt": engine.tokenizer.decode(prompt.ids, skip_special_tokens=True),
         "answers": {
-            name: list(map(list, _pieces(engine, prompt, answer.turns[0])))
+            name: [[piece.text, piece.depth] for piece in _pieces(engine, prompt, answer.turns[0])]
             for name, answer in answers.items()
         },
     }
