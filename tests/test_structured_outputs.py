@@ -8,7 +8,7 @@ import pytest
 from serving import MODEL, serving, until
 from test_grammar import PERSON, draw_engine
 from test_messages import Tokenising, guided
-from test_text import BYTE_LEVEL
+from tokenizer_pool import VOCAB_SIZE, spell, tokenizer_of
 
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.models import TreeConfig
@@ -22,10 +22,10 @@ EOS = 1
 TREE = TreeConfig(depth=2, top_k=2, total_tokens=5)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Tokenising:
-    engine = Tokenising(BYTE_LEVEL)
-    engine.target_config.vocab_size, engine.stop_ids = len(BYTE_LEVEL), [EOS]
+@pytest.fixture(scope="module", params=["added", "special", "fallback", "plain"])
+def engine(request: pytest.FixtureRequest) -> Tokenising:
+    engine = Tokenising(tokenizer_of(request.param))
+    engine.target_config.vocab_size, engine.stop_ids = VOCAB_SIZE, [EOS]
     return engine
 
 
@@ -37,12 +37,11 @@ def guide_of(engine: Tokenising, **fields: Any) -> Guide | None:
     return prompt.guide
 
 
-def fits(guide: Guide, text: str) -> bool:
+def fits(engine: Tokenising, guide: Guide, text: str) -> bool:
     """Whether a text, all of it, matches."""
     guide = guide.copy()
-    ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
     try:
-        guide.advance([*ids, EOS])
+        guide.advance([*spell(engine.tokenizer, text), EOS])
     except Exception:
         return False
     return True
@@ -73,7 +72,7 @@ def fits(guide: Guide, text: str) -> bool:
 )
 def test_what_matches(engine: Tokenising, fields: Any, good: str, bad: str) -> None:
     guide = guide_of(engine, prompt=[5], **fields)
-    assert guide is not None and fits(guide, good) and not fits(guide, bad)
+    assert guide is not None and fits(engine, guide, good) and not fits(engine, guide, bad)
 
 
 def test_no_grammar(engine: Tokenising) -> None:
