@@ -52,7 +52,7 @@ def list_stages(sizes: Mapping[str, Any]) -> list[Stage]:
     """All stages, the one with the most to decide first."""
     pair = '"$PY" -m benchmarks.accelerator {pair} --output "$OUT" --only'
     rounds = f"{pair} methods --trees {{tree}} --contexts {{own}} {{near}}"
-    few = f"{pair} methods --trees {{tree}} --contexts {{near}} --methods autoregressive poss3"
+    subset = f"{pair} methods --trees {{tree}} --contexts {{near}} --methods autoregressive poss3"
     server = f"{pair} server --contexts {{own}} --clients {{clients}} --methods poss3"
     quantised = f"{pair} methods --trees {{tree}} --contexts {{own}} --quantise"
     drafts = {"EAGLE-2": "eagle", "EAGLE-3": "eagle3", "PosS-1": "poss1", "MTP": "mtp3"}
@@ -62,8 +62,8 @@ def list_stages(sizes: Mapping[str, Any]) -> list[Stage]:
         "kernels": (90, 'JAX_PLATFORMS= "$PY" -m pytest -q -m device tests/test_used_rows.py'),
         "rounds": (180, f"{rounds} {{far}}"),
         "used_rows": (180, f"POSS_JAX_USED_ROWS=1 {rounds} {{far}}"),
-        "loops": (60, f"XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE {few}"),
-        "exact": (60, f"XLA_FLAGS=--xla_allow_excess_precision=false {few}"),
+        "loops": (60, f"XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE {subset}"),
+        "exact": (60, f"XLA_FLAGS=--xla_allow_excess_precision=false {subset}"),
         "chains": (60, f"{pair} methods --trees {{chain}} --contexts {{own}} --methods poss3"),
         "chats": (400, "{make} DRAFTS= bash configs/smollm2/all.sh"),
         "drafts": (400, "{make} DRAFTS='poss1 mtp3 poss1_e3' bash configs/smollm2/all.sh"),

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report,
             format_report(report),
             folder,
-            found=describe(report),
+            finding=describe(report),
             brief=format_brief(report),
             plot=lambda folder: plot_report(report, folder / "drift.svg"),
         )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from poss_jax.checkpoint.record import TargetIdentity, new_record
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.verify import Acceptance
 from poss_jax.engine.device import default_dtype
 from poss_jax.engine.engine import Engine
@@ -40,7 +40,7 @@ SCALE = 0.02
 PLAIN, FAMILIES = "autoregressive", ("poss3", "poss3_e3")
 
 
-def accepted_by(config: DecodeConfig) -> list[int]:
+def accepted_by(config: StaticShape) -> list[int]:
     """Recorded numbers for a tree; an unknown one gets 6/10/60's, as far as it reaches."""
     digits = RECORDED.get(config.tree.name, RECORDED["6/10/60"])
     return [min(int(digit), config.max_accepted) for digit in digits]
@@ -107,7 +107,7 @@ def make_engines(
 
 
 def forced_round(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+    weights: Weights, config: StaticShape, request: Request, state: DecodeState
 ) -> DecodeState:
     """`speculate.run_round`, but accepts the recorded number of tokens."""
     noise = speculate.round_noise(config, request, state)
@@ -129,7 +129,7 @@ def forced_round(
 
 @partial(jax.jit, static_argnums=(1, 4), donate_argnums=3)
 def forced_rounds(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState, num_rounds: int
+    weights: Weights, config: StaticShape, request: Request, state: DecodeState, num_rounds: int
 ) -> DecodeState:
     """Runs forced rounds in one program."""
 
@@ -139,7 +139,7 @@ def forced_rounds(
     return jax.lax.fori_loop(0, num_rounds, body, state)
 
 
-def random_state(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+def random_state(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
     """A state whose caches hold random rows; `at_length` says how many count."""
     shapes = jax.eval_shape(partial(speculate.start, config=config), weights, request=request)
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

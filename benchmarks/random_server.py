@@ -23,7 +23,7 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.decode import speculate
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.slots import Program, Slots
+from poss_jax.engine.slots import RoundKind, Slots
 from poss_jax.serving.app import create_app
 from poss_jax.serving.server import listen, make_server
 
@@ -31,10 +31,10 @@ from poss_jax.serving.server import listen, make_server
 class GreedySlots(Slots):
     """Slots whose clients never sample, so that half of the rounds need not be compiled."""
 
-    def programs(self, size: int) -> list[Program]:
-        return [program for program in super().programs(size) if not program.is_sampled]
+    def round_kinds(self, size: int) -> list[RoundKind]:
+        return [program for program in super().round_kinds(size) if not program.is_sampled]
 
-    def rare_programs(self, size: int) -> list[Program]:
+    def rare_kinds(self, size: int) -> list[RoundKind]:
         del size
         return []
 

@@ -1,7 +1,7 @@
 """Programs that use weights.
 
-generate.py  answers prompts; answering.py does it
-chat.py      a conversation; conversation.py holds it
+generate.py  answers prompts; generate_run.py does it
+chat.py      a conversation; chat_session.py holds it
 serve.py     the server
 bench/       compares drafts; the programs below measure with it
 tune/        finds the fastest draft trees

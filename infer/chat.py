@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, and talks until the user leaves."""
     config, _ = read_arguments(ChatConfig, arguments, prog="infer.chat", doc=__doc__)
     with waiting("importing JAX ..."):
-        from .conversation import talk
+        from .chat_session import talk
     talk(config)
 
 

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     config, _ = read_arguments(GenerateConfig, words, prog="infer.generate", doc=__doc__)
     with waiting("importing JAX ..."):
-        from .answering import answer_prompts
+        from .generate_run import answer_prompts
     answer_prompts(config)
 
 

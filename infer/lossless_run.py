@@ -24,7 +24,7 @@ from poss_jax.config.models import Drafting, TreeConfig
 from poss_jax.data.progress import progress_bar
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import History, draw_noise, process_logits, shift_logits
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.verify import accept
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
@@ -273,7 +273,7 @@ def replay(
 
 @partial(jax.jit, static_argnums=1)
 @on_mesh
-def _start(weights: Weights, config: DecodeConfig, request: Request) -> tuple[DecodeState, Scores]:
+def _start(weights: Weights, config: StaticShape, request: Request) -> tuple[DecodeState, Scores]:
     logits = speculate.prefill(weights, config, request).logits[:, None]
     history = speculate.prompt_history(request)
     depths = jnp.zeros(logits.shape[:2], jnp.int32)
@@ -284,7 +284,7 @@ def _start(weights: Weights, config: DecodeConfig, request: Request) -> tuple[De
 @partial(jax.jit, static_argnums=1)
 @on_mesh
 def _run_round(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+    weights: Weights, config: StaticShape, request: Request, state: DecodeState
 ) -> tuple[DecodeState, Scores]:
     """A round that also gives the scores along the accepted path."""
     noise = speculate.round_noise(config, request, state)

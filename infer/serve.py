@@ -90,11 +90,11 @@ def _precompile(slots: "Slots") -> None:
     """Compiles all programs, which JAX keeps in its cache folder."""
     from poss_jax.engine.warm_up import WarmUp
 
-    warmth = WarmUp(slots.shapes())
-    for _ in progress_bar(warmth, desc="compiling"):
+    compilation = WarmUp(slots.shapes())
+    for _ in progress_bar(compilation, desc="compiling"):
         pass
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # see `run_program`
-    print_summary({"programs": len(warmth), "folder": folder}, f"{warmth}, in {folder}")
+    print_summary({"programs": len(compilation), "folder": folder}, f"{compilation}, in {folder}")
 
 
 def _on_all_devices(config: ServeConfig) -> ServeConfig:

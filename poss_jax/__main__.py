@@ -15,20 +15,20 @@ from poss_jax.program.commands import COMMANDS, PACKAGE, installed_name, umbrell
 
 def main(arguments: Sequence[str]) -> None:
     """Runs one command, or shows the list of them."""
-    name, *rest = arguments or ["--help"]
+    name, *words = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
         print(format_help(umbrella_name()))
     elif name in ("-V", "--version"):
         print(f"poss_jax {poss_jax.__version__}")
     elif name == "--print-completion":
-        _print_completion(rest)
+        _print_completion(words)
     elif name in COMMANDS:
         command = COMMANDS[name]
-        sys.argv = [f"{umbrella_name()} {name}", *command.words, *rest]
+        sys.argv = [f"{umbrella_name()} {name}", *command.words, *words]
         find_program(command.module).cli()
     else:
-        known = [*COMMANDS, "--help", "--version", "--print-completion"]
-        near = difflib.get_close_matches(name, known, n=1)
+        choices = [*COMMANDS, "--help", "--version", "--print-completion"]
+        near = difflib.get_close_matches(name, choices, n=1)
         hint = f"did you mean {near[0]}?" if near else f"see {umbrella_name()} --help"
         sys.stderr.write(f"error: unknown command {name[:100]!a}; {hint}\n")
         raise SystemExit(2)
@@ -49,7 +49,7 @@ def _print_completion(words: Sequence[str]) -> None:
     from poss_jax.program.running import run_program
 
     def write() -> None:
-        mains = {name: find_program(one.module).main for name, one in COMMANDS.items()}
+        mains = {name: find_program(command.module).main for name, command in COMMANDS.items()}
         print(make_script(words, mains))
 
     run_program(write)
@@ -65,7 +65,7 @@ def format_help(name: str) -> str:
             "Speculative decoding with position-specialist drafts, in JAX.",
             "",
             "commands:",
-            *(f"  {command:{width}}{one.about}" for command, one in COMMANDS.items()),
+            *(f"  {command:{width}}{row.summary}" for command, row in COMMANDS.items()),
             "",
             f'Try: {name} generate --question "How do I poach an egg?" --stream',
             f"More: {name} COMMAND --help",

@@ -20,7 +20,7 @@ from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.torch_io import read_bin
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.convert.__main__ import main as convert
-from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.model.specialists import borrow_from_target
 from poss_jax.shapes import Params
 
@@ -82,8 +82,8 @@ class Golden:
         ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
         return Weights(self.target, borrow_from_target(self.draft, self.target, ids))
 
-    def decode_config(self, tree: TreeConfig) -> DecodeConfig:
-        return DecodeConfig(self.llama, self.draft_config, tree, ROWS)
+    def decode_config(self, tree: TreeConfig) -> StaticShape:
+        return StaticShape(self.llama, self.draft_config, tree, ROWS)
 
 
 def load_golden(folder: Path, method: str) -> Golden:

@@ -18,7 +18,7 @@ from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, top_children
 from poss_jax.decode.sampling import Sampling
-from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
+from poss_jax.decode.state import Output, Request, StaticShape, Weights
 from poss_jax.model.specialists import borrow_from_target
 from poss_jax.shapes import Array, Params
 
@@ -75,7 +75,7 @@ def greedy_request(*prompts: list[int], limit: int) -> Request:
     return Request(
         tokens=jnp.asarray(tokens),
         lengths=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
-        limits=jnp.full(len(prompts), limit, jnp.int32),
+        max_new_tokens=jnp.full(len(prompts), limit, jnp.int32),
         stop_ids=jnp.asarray([[-1]], jnp.int32),
     )
 
@@ -88,7 +88,7 @@ def draw_request(
     return Request(
         tokens=jnp.asarray(rng.integers(0, llama.vocab_size, (batch, PROMPT_SIZE)), jnp.int32),
         lengths=jnp.asarray(rng.integers(1, PROMPT_SIZE + 1, batch), jnp.int32),
-        limits=jnp.asarray(rng.integers(MAX_NEW // 2, MAX_NEW + 1, batch), jnp.int32),
+        max_new_tokens=jnp.asarray(rng.integers(MAX_NEW // 2, MAX_NEW + 1, batch), jnp.int32),
         stop_ids=jnp.asarray([[stop]], jnp.int32),
         sampling=draw_sampling(llama, batch, rng) if is_sampled else None,
     )
@@ -97,7 +97,7 @@ def draw_request(
 @partial(jax.jit, static_argnums=1)
 def _alone(weights: Weights, llama: LlamaConfig, request: Request) -> Output:
     """Autoregressive text; one program serves every tree."""
-    config = DecodeConfig(llama, None, TreeConfig(depth=1, top_k=1, total_tokens=2), ROWS)
+    config = StaticShape(llama, None, TreeConfig(depth=1, top_k=1, total_tokens=2), ROWS)
     return speculate.generate(weights, config, request).output
 
 
@@ -133,7 +133,7 @@ class Shape:
 
         def with_oracle(weights: Weights, request: Request, future: Array, planted: Array):
             children = partial(plant, future, planted)
-            config = DecodeConfig(llama, draft, tree, ROWS, chunk=8, children=children)
+            config = StaticShape(llama, draft, tree, ROWS, chunk=8, children=children)
             with self._watch.tracing():
                 return speculate.generate(weights, config, request)
 
@@ -184,7 +184,7 @@ class Shape:
             # The first token comes from the prompt; a cut last round emits no bonus token.
             emitted = 1 + int(accepted.sum()) + len(accepted)
             assert count in (emitted, emitted - 1)
-            assert count <= request.limits[row]
+            assert count <= request.max_new_tokens[row]
 
 
 def _fetch(output: Output) -> SimpleNamespace:

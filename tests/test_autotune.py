@@ -148,7 +148,7 @@ def test_tuned_trees_are_those_of_an_engine_without_a_tree(
     record, path = read_record(draft), tuned_file(draft)
     trees = {1: SMALL, 4: None}
     comments = {1: "10 tokens/s", 4: "9 tokens/s"}
-    write_tuned(path, trees, record, about={"prompts": "x"}, comments=comments)
+    write_tuned(path, trees, record, header={"prompts": "x"}, comments=comments)
     assert path.name == "trees.cpu.yaml"
     assert (find_tuned(draft, record), read_trees(path)) == ((trees, None), trees)
     with caplog.at_level(logging.INFO):
@@ -168,10 +168,10 @@ def test_trees_tuned_for_others_are_left_alone(
 ) -> None:
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     record, path = read_record(draft), tuned_file(draft)
-    write_tuned(path, {1: SMALL}, read_record(runs.model("eagle")), about={}, comments={1: ""})
+    write_tuned(path, {1: SMALL}, read_record(runs.model("eagle")), header={}, comments={1: ""})
     assert find_tuned(draft, record) is None
     assert "was tuned for another draft" in caplog.text
-    write_tuned(path, {1: SMALL}, record, about={}, comments={1: ""})
+    write_tuned(path, {1: SMALL}, record, header={}, comments={1: ""})
     monkeypatch.setattr(tree_files, "_device_kind", lambda: "NVIDIA H100 80GB HBM3")
     assert find_tuned(draft, record) is None
     assert f"{path} was tuned on another kind of device than this one, NVIDIA H100" in caplog.text
@@ -188,10 +188,10 @@ def test_trees_tuned_on_a_mesh_are_those_of_the_mesh_alone(
 ) -> None:
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     record, mesh = read_record(draft), decoding_mesh(MeshConfig(data=2, tensor=4))
-    write_tuned(tuned_file(draft), {1: CPU_TREE}, record, about={}, comments={1: ""})
+    write_tuned(tuned_file(draft), {1: CPU_TREE}, record, header={}, comments={1: ""})
     path = tuned_file(draft, mesh)
     assert path.name == "trees.cpu-data-2-tensor-4.yaml"
-    write_tuned(path, {1: SMALL}, record, about={}, comments={1: ""}, mesh=mesh)
+    write_tuned(path, {1: SMALL}, record, header={}, comments={1: ""}, mesh=mesh)
     config = BenchConfig(target="t", drafts={"P": str(draft)}, mesh=MeshConfig(data=2, tensor=4))
     assert tuning.paths_of_trees(config, None, overwrite=False) == {"P": path}
     assert find_tuned(draft, record) == ({1: CPU_TREE}, None)
@@ -205,14 +205,14 @@ def test_a_file_that_cannot_be_written_is_left_as_it_was(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, record = tmp_path / "trees.yaml", read_record(runs.model("poss2"))
-    write_tuned(path, {1: None}, record, about={}, comments={1: ""})
+    write_tuned(path, {1: None}, record, header={}, comments={1: ""})
 
     def fail(self: Path, _: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(UserError, match="No space left on device; choose another place"):
-        write_tuned(path, {1: SMALL}, record, about={}, comments={1: ""})
+        write_tuned(path, {1: SMALL}, record, header={}, comments={1: ""})
     assert read_trees(path) == {1: None}
     assert list(tmp_path.iterdir()) == [path]
 

@@ -271,7 +271,7 @@ def test_a_conversation_that_grows_too_long_ends_early(
     ((turn,),) = play(engine, [question])
     assert turn.seconds > turn.first_token_seconds > 0
     assert "a question ends before turn 2: prompt of" in caplog.text
-    assert len(question.left) == 2 and question.num_answered == 0  # as it was
+    assert len(question.remaining) == 2 and question.num_answered == 0  # as it was
 
 
 def test_questions_answered_together_have_the_same_answers(runs: Runs) -> None:

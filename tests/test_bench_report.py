@@ -287,12 +287,12 @@ def test_last_line_is_short_unless_json_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = made_up_report()
-    show_report(report, "table", tmp_path, found="x" * 1000)
+    show_report(report, "table", tmp_path, finding="x" * 1000)
     last = capsys.readouterr().out.splitlines()[-1]
     assert len(last) < 500 + len(str(tmp_path))
     assert json.loads(Path(json.loads(last)["report"]).read_text()) == report
     monkeypatch.setattr(sys, "argv", ["bench", "--json"])
-    show_report(report, "table", None, found="x")
+    show_report(report, "table", None, finding="x")
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
 
 

@@ -23,7 +23,7 @@ from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
 from poss_jax.decode import drafting, speculate, tree
 from poss_jax.decode.sampling import Sampling
-from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
+from poss_jax.decode.state import Output, Request, StaticShape, Weights
 from poss_jax.decode.tree import make_tree
 from poss_jax.decode.verify import Acceptance
 from poss_jax.learn.pretraining import make_target_step
@@ -103,7 +103,7 @@ def request() -> Request:
     return Request(
         tokens=jnp.asarray(rng.integers(0, LLAMA.vocab_size, (B, PROMPT_SIZE)), jnp.int32),
         lengths=jnp.asarray(rng.integers(1, PROMPT_SIZE + 1, B), jnp.int32),
-        limits=jnp.full(B, NUM_NEW, jnp.int32),
+        max_new_tokens=jnp.full(B, NUM_NEW, jnp.int32),
         stop_ids=jnp.asarray([[-1]], jnp.int32),
         sampling=sampling,
     )
@@ -112,7 +112,7 @@ def request() -> Request:
 def program(shape: tuple[int, int, int] | None, watch: Watch | None = None) -> Generate:
     depth, top_k, total_tokens = shape or TREES[0]
     size = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
-    config = DecodeConfig(LLAMA, DRAFT if shape else None, size, ROWS)
+    config = StaticShape(LLAMA, DRAFT if shape else None, size, ROWS)
 
     def generate(weights: Weights, request: Request) -> Output:
         if watch is None:

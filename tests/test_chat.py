@@ -10,7 +10,7 @@ from programs import Runs, copy_model, refusal
 
 import poss_jax
 from infer.chat import main
-from infer.conversation import Answered, Chat, compare, read_lines
+from infer.chat_session import Answered, Chat, compare, read_lines
 from poss_jax.config.decoding import ChatConfig
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.prompts import PreparedPrompt, with_seed
@@ -31,7 +31,7 @@ def no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
 
 
-def conversation(engine: poss_jax.Engine, **settings: object) -> Chat:
+def chat_session(engine: poss_jax.Engine, **settings: object) -> Chat:
     return Chat(engine, ChatConfig(target="t", max_new_tokens=N, plain=True, **settings))
 
 
@@ -71,7 +71,7 @@ def test_the_program_answers_the_lines_of_a_pipe(
 def test_answers_join_the_conversation(
     engine: poss_jax.Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = conversation(engine)
+    chat = chat_session(engine)
     said(capsys, chat, FIRST["content"], SECOND["content"])
     first = {"role": "assistant", "content": answer(engine, [FIRST])}
     asked = [FIRST, first, SECOND]
@@ -82,7 +82,7 @@ def test_answers_join_the_conversation(
 def test_a_line_says_how_fast_an_answer_was_and_compare_repeats_it(
     engine: poss_jax.Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = conversation(engine)
+    chat = chat_session(engine)
     text = answer(engine, [FIRST]).split("\n")
     *shown, line = said(capsys, chat, FIRST["content"])
     assert shown == text
@@ -95,7 +95,7 @@ def test_a_line_says_how_fast_an_answer_was_and_compare_repeats_it(
 def test_reset_and_system_begin_anew(
     engine: poss_jax.Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = conversation(engine)
+    chat = chat_session(engine)
     said(capsys, chat, FIRST["content"], "/reset")
     assert (chat.turns, chat.last) == ([], None)
     said(capsys, chat, "/system Be brief.", FIRST["content"])
@@ -108,7 +108,7 @@ def test_reset_and_system_begin_anew(
 def test_temperature_draws_with_a_seed_per_question(
     engine: poss_jax.Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = conversation(engine)
+    chat = chat_session(engine)
     assert said(capsys, chat, "/temperature 1.5") == ["temperature 1.5"]
     said(capsys, chat, FIRST["content"], "/reset", FIRST["content"])
     wanted = with_seed(poss_jax.SamplingConfig(temperature=1.5), 1)
@@ -134,7 +134,7 @@ def test_temperature_draws_with_a_seed_per_question(
 def test_a_mistake_is_one_line_and_the_conversation_goes_on(
     engine: poss_jax.Engine, line: str, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = conversation(engine)
+    chat = chat_session(engine)
     (shown,) = said(capsys, chat, line)
     assert shown.startswith(f"error: {error}")
     assert chat.turns == []
@@ -143,7 +143,7 @@ def test_a_mistake_is_one_line_and_the_conversation_goes_on(
 def test_help_lists_all_commands(
     engine: poss_jax.Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = said(capsys, conversation(engine), "/help")
+    lines = said(capsys, chat_session(engine), "/help")
     assert [line.split()[0] for line in lines[:-1]] == [
         "/compare",
         "/temperature",
@@ -155,7 +155,7 @@ def test_help_lists_all_commands(
 
 def test_the_oldest_turns_make_room(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     engine = poss_jax.Engine.load(runs.model("target"), max_length=96)
-    chat = conversation(engine)
+    chat = chat_session(engine)
     lines = said(capsys, chat, *[f"def area_{n}(width)" for n in range(6)])
     assert any("the conversation is long: " in line for line in lines)
     assert chat.turns[0]["role"] == "user" and 2 <= len(chat.turns) < 12
@@ -167,7 +167,7 @@ def test_the_oldest_turns_make_room(runs: Runs, capsys: pytest.CaptureFixture[st
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
     engine: poss_jax.Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = conversation(engine)
+    chat = chat_session(engine)
     show, shown = chat._screen.show, []
 
     def interrupted(chunk: Chunk) -> None:

@@ -12,7 +12,7 @@ from models import make_engine, random_draft, random_target, tiny_llama
 from infer.bench import costs, phases, rates
 from infer.bench.costs import DEVICES, Cost, Device, Workload, cost_card
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.engine.engine import Engine
 from poss_jax.model.families import init_draft
 from poss_jax.model.quantise import quantise_specialists
@@ -235,7 +235,7 @@ def test_xla_counts_the_same(engine: Engine) -> None:
     acceptance = phases.accept(weights, config, request, state, tree, out.logits)
 
     def flops(program: Any, *arguments: Any) -> float:
-        place = next(i for i, one in enumerate(arguments) if isinstance(one, DecodeConfig))
+        place = next(i for i, one in enumerate(arguments) if isinstance(one, StaticShape))
         arrays = [one for i, one in enumerate(arguments) if i != place]
         leaves, treedef = jax.tree.flatten(arrays)
 

@@ -15,7 +15,7 @@ from poss_jax.config.models import DraftConfig, Drafting, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, coupled_children, top_children
 from poss_jax.decode.sampling import draw_noise
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.model.ranking import _top_k_of_blocks, choose
 
 LENGTH, V = 48, 30
@@ -60,7 +60,7 @@ def test_greedy_sequences_are_drafted_as_by_eagle():
 
 
 @partial(jax.jit, static_argnums=1)
-def generate(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+def generate(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
     with WATCH.tracing():
         return speculate.generate(weights, config, request)
 
@@ -78,7 +78,7 @@ def test_more_is_accepted_and_nothing_changes(given, tmp_path):
     )
 
     def run(draft: DraftConfig | None, drafting: Drafting = "coupled"):
-        config = DecodeConfig(golden.llama, draft, TREE, rows=256, drafting=drafting)
+        config = StaticShape(golden.llama, draft, TREE, rows=256, drafting=drafting)
         return generate(golden.weights, config, request).output
 
     alone, coupled = run(None), run(golden.draft_config)

@@ -19,7 +19,7 @@ from test_sampling import settings
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import History, process_logits
-from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.decode.state import Request, StaticShape, Weights
 from poss_jax.model.documents import encode
 from poss_jax.model.linear import linear
 from poss_jax.model.specialists import borrow_from_target
@@ -79,14 +79,14 @@ def exact_distribution(world: str = "sure") -> np.ndarray:
 def sample(name: str | None, num_samples: int = NUM_SAMPLES, *, world: str = "sure") -> np.ndarray:
     """Texts as numbers of four digits to the base of four; None decodes autoregressively."""
     tree, drafting = TREES[name or "chain"]
-    config = DecodeConfig(LLAMA, DRAFT if name else None, tree, rows=16, chunk=8, drafting=drafting)
+    config = StaticShape(LLAMA, DRAFT if name else None, tree, rows=16, chunk=8, drafting=drafting)
 
     @jax.jit
     def run(weights: Weights, seeds: jax.Array) -> jax.Array:
         request = Request(
             tokens=jnp.tile(jnp.asarray([PROMPT], jnp.int32), (BATCH, 1)),
             lengths=jnp.full(BATCH, len(PROMPT), jnp.int32),
-            limits=jnp.full(BATCH, LENGTH, jnp.int32),
+            max_new_tokens=jnp.full(BATCH, LENGTH, jnp.int32),
             stop_ids=jnp.asarray([[-1]], jnp.int32),
             sampling=settings(BATCH, **GIVEN[world]).replace(seed=seeds),
         )

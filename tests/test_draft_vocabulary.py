@@ -31,7 +31,7 @@ from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.rows import Rows
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.decode.state import Request, StaticShape, Weights
 from poss_jax.engine.engine import Engine
 from poss_jax.model.specialists import borrow_from_target
 from train.draft_vocab import main
@@ -267,7 +267,7 @@ def test_target_ids_are_proposed(config: DraftConfig) -> None:
         target, borrow_from_target(params, target, jnp.asarray(vocabulary, jnp.int32))
     )
     assert (weights.draft["head"] is params.get("head")) == (config is OWN_HEAD)
-    decode = DecodeConfig(LLAMA, config, TreeConfig(depth=3, top_k=4, total_tokens=20), 64)
+    decode = StaticShape(LLAMA, config, TreeConfig(depth=3, top_k=4, total_tokens=20), 64)
 
     @jax.jit
     def draft(weights: Weights, request: Request) -> Any:

@@ -266,7 +266,7 @@ def test_rows_stop_at_limits_of_their_own(small: Engine) -> None:
     config, request = small.request(prompts, batch_size=3)
     whole = small.read(prompts, decode_batch(small.weights, config, request).output)
     limits = [N, 1, 7]
-    shorter = request.replace(limits=jnp.asarray(limits, jnp.int32))
+    shorter = request.replace(max_new_tokens=jnp.asarray(limits, jnp.int32))
     answers = small.read(prompts, decode_batch(small.weights, config, shorter).output)
     expected = [ids[:limit] for ids, limit in zip(outputs(whole), limits, strict=True)]
     assert outputs(answers) == expected

@@ -22,7 +22,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.convert.names import slots_by_key
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.learn.state import init_state
 from poss_jax.learn.step import make_draft_step
 from poss_jax.learn.task import DraftTask
@@ -116,7 +116,7 @@ def test_it_is_decoded_with():
 
     @jax.jit
     def run(weights: Weights):
-        drafted = DecodeConfig(LLAMA, CONFIG, TreeConfig(depth=3, top_k=2, total_tokens=8), 64)
+        drafted = StaticShape(LLAMA, CONFIG, TreeConfig(depth=3, top_k=2, total_tokens=8), 64)
         alone = drafted._replace(draft=None)
         state = speculate.start(weights, drafted, request)
         tree = speculate.draft_tree(weights, drafted, request, state, None)

@@ -220,7 +220,7 @@ def test_next_prompt(record: dict[str, Any], answers: list[str], expected: Any) 
 
 
 def test_number_of_turns() -> None:
-    assert [len(dialogue(record).left) for record in RECORDS] == [1, 3, 1, 1]
+    assert [len(dialogue(record).remaining) for record in RECORDS] == [1, 3, 1, 1]
 
 
 def test_a_prompt_is_tokenised_once_for_every_answer(

@@ -14,7 +14,7 @@ from plain_step import PlainBatch, plain_gradients
 
 from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.decode import drafting, speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import select
 from poss_jax.decode.verify import accept
 from poss_jax.engine.engine import Engine
@@ -55,7 +55,7 @@ def test_target_features_and_logits(golden):
 
 
 @partial(jax.jit, static_argnums=1)
-def round_in_pieces(weights: Weights, config: DecodeConfig, request: Request, state: DecodeState):
+def round_in_pieces(weights: Weights, config: StaticShape, request: Request, state: DecodeState):
     """A round that shows what lies between its parts."""
     args = (config.tree, state.draft.cache, state.draft.root_input, drafting.top_children)
     candidates = drafting.draft(weights.draft, config.draft, *args)

@@ -20,7 +20,7 @@ from poss_jax.config.models import DraftConfig, Drafting
 from poss_jax.engine import leader, live, slots
 from poss_jax.engine.grammar import Grammar, GrammarCompiler
 from poss_jax.engine.grammar_trials import LIMITS
-from poss_jax.engine.guides import Guide, Walk
+from poss_jax.engine.guides import GrammarState, Walk
 from poss_jax.engine.leader import follow
 from poss_jax.engine.live import no_masks
 from poss_jax.engine.prompts import PreparedPrompt
@@ -272,8 +272,8 @@ def test_forbidden_nodes_give_their_places_to_certain_tokens(
     guide = compiler.submit(Grammar.regex("a(bcde|x)")).result()
     guide.advance(ids("a"))
     tokens, parents = np.array(ids("abxqdx")), np.array([0, 0, 0, 0, 1, 3])
-    copies, copy = [guide], Guide.copy
-    monkeypatch.setattr(Guide, "copy", lambda self: copies.append(self) or copy(self))
+    copies, copy = [guide], GrammarState.copy
+    monkeypatch.setattr(GrammarState, "copy", lambda self: copies.append(self) or copy(self))
     masks = no_masks(VOCAB, 6)
     Walk(guide, tokens, parents, masks).mend(depth=3)
     assert len(copies) == 2  # one state walks all over the tree; a copy may be large

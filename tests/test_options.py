@@ -145,7 +145,7 @@ def test_short_help_has_what_is_required(capsys: pytest.CaptureFixture[str]) -> 
     for kind in KINDS:
         printed = shown_help(kind, "--help", doc="x", capsys=capsys)
         for option in list_options(kind):
-            assert not option.about.is_required or f"  {option.flag} " in printed
+            assert not option.declaration.is_required or f"  {option.flag} " in printed
 
 
 def test_options_of_another_option_are_shown_with_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ from poss_jax.convert.names import slots_by_key
 from poss_jax.convert.source import open_source
 from poss_jax.convert.tensors import cut_tensors
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.learn.state import init_state
 from poss_jax.learn.step import make_draft_step
 from poss_jax.learn.task import DraftTask
@@ -174,7 +174,7 @@ def test_a_draft_is_trained_and_decoded_with(phi3):
 
     @jax.jit
     def decode(weights: Weights):
-        drafted = DecodeConfig(llama, config, tree, 64)
+        drafted = StaticShape(llama, config, tree, 64)
         alone = drafted._replace(draft=None)
         return [speculate.generate(weights, way, request).output for way in (drafted, alone)]
 

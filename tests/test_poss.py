@@ -112,7 +112,7 @@ def test_every_command_has_a_program_and_a_line(name: str) -> None:
     path = ROOT / command.module.replace(".", "/")
     path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     assert re.search(r"^(def cli\(\)|cli = )", path.read_text(), re.M)
-    assert command.about[0].isupper() and command.about.endswith(".")
+    assert command.summary[0].isupper() and command.summary.endswith(".")
 
 
 def test_a_command_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:

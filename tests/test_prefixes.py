@@ -41,8 +41,8 @@ def read(slots: Slots, ids: Sequence[int], limit: int = 8) -> tuple[int, Any]:
     prompt = PreparedPrompt(list(ids), limit)
     first = slots.begin(prompt)
     slots.extend(first, slots.num_chunks(prompt))
-    assert slots._reading is not None
-    return first, slots._reading.prefill
+    assert slots._prefilling is not None
+    return first, slots._prefilling.prefill
 
 
 def in_bfloat16(draft: DraftConfig) -> Engine:

@@ -9,7 +9,7 @@ import pytest
 from programs import Runs, copy_model, generate, refusal, write_lines
 from serving import serving
 
-from infer.conversation import Chat
+from infer.chat_session import Chat
 from infer.generate import main as generate_main
 from poss_jax import Engine, SamplingConfig
 from poss_jax.bundled import default

@@ -18,7 +18,7 @@ from watch import tree_faults
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import rejection, speculate
 from poss_jax.decode.rejection import DrawnTree, accept_child, groups_of
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Candidates
 from poss_jax.model.specialists import borrow_from_target
 
@@ -123,7 +123,7 @@ LLAMA = tiny_llama()
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(2, 2))
 VOCABULARY = tuple(range(0, LLAMA.vocab_size, 2))
 TREE = TreeConfig(depth=3, top_k=3, total_tokens=12)
-CONFIG = DecodeConfig(LLAMA, DRAFT, TREE, rows=64, drafting="sampled")
+CONFIG = StaticShape(LLAMA, DRAFT, TREE, rows=64, drafting="sampled")
 NUM_NEW = 24
 ROWS = (  # temperature, top_k, seed
     (0.0, 0, 1),
@@ -147,7 +147,7 @@ def request(*rows: int, seed: int = 0) -> Request:
     return Request(
         tokens=jnp.asarray(prompts[list(rows)], jnp.int32),
         lengths=jnp.asarray([3 + row for row in rows], jnp.int32).clip(max=6),
-        limits=jnp.full(len(rows), NUM_NEW, jnp.int32),
+        max_new_tokens=jnp.full(len(rows), NUM_NEW, jnp.int32),
         stop_ids=jnp.asarray([[-1]], jnp.int32),
         sampling=settings(
             len(rows),
@@ -160,11 +160,11 @@ def request(*rows: int, seed: int = 0) -> Request:
 
 
 @partial(jax.jit, static_argnums=1)
-def generate(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+def generate(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
     return speculate.generate(weights, config, request)
 
 
-def texts(request: Request, config: DecodeConfig = CONFIG) -> list[list[int]]:
+def texts(request: Request, config: StaticShape = CONFIG) -> list[list[int]]:
     return generate(weights(), config, request).output.tokens[:, :NUM_NEW].tolist()
 
 

@@ -22,8 +22,8 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from poss_jax.engine.rounds import read_rounds
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
-from poss_jax.engine.slots import Program, Slots
-from poss_jax.engine.streams import Stream, merge
+from poss_jax.engine.slots import RoundKind, Slots
+from poss_jax.engine.streams import Ticket, merge
 from poss_jax.model.documents import encode
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Params
@@ -115,7 +115,7 @@ def wait_until(is_true, seconds: float = 60.0) -> None:
 
 def test_a_step_ends_with_a_text_and_the_next_one_waits_for_the_host(engine: Engine):
     slots = Slots(engine, sizes=(2,), max_length=100)
-    program = Program(tree=None)
+    program = RoundKind(tree=None)
     for slot, limit in enumerate((3, 60)):
         slots.begin(PreparedPrompt([1, 2, 3], limit, stop_ids=()))
         slots.extend(0, 1)
@@ -216,10 +216,10 @@ def test_the_draft_rests_if_nobody_wants_it(engine: Engine):
     slots = Slots(engine, sizes=(1, 2), max_length=100)
     one = PreparedPrompt([1], 5, drafts=False)
     others = [one._replace(drafts=True), one._replace(guide=MagicMock())]
-    chosen = [slots.choose_program([it], has_logprobs=False) for it in (one, *others)]
+    chosen = [slots.choose_kind([it], has_logprobs=False) for it in (one, *others)]
     assert [program.is_draftless for program in chosen] == [True, False, False]
     slots.resize(2, ())
-    assert not slots.choose_program([one, one], has_logprobs=False).is_draftless
+    assert not slots.choose_kind([one, one], has_logprobs=False).is_draftless
 
 
 def test_requests_that_come_at_any_time(engine: Engine, warm: Scheduler):
@@ -357,7 +357,7 @@ PART = Chunk([], [3], [0])
 END = Chunk([], [], [], answer=Generation([1, 2], [3], None, [], [], "cancelled"))
 
 
-async def read_all(*streams: Stream, tokens: list[int], interval: float = 0.0) -> None:
+async def read_all(*streams: Ticket, tokens: list[int], interval: float = 0.0) -> None:
     async for item in merge(streams, interval=interval):
         assert item is not None
         tokens.extend(item[1].output_ids)
@@ -373,8 +373,8 @@ def test_text_comes_before_the_error_that_ended_it(
     """However readers are timed: nothing behind an error is read, and the error always is."""
     prompt = engine.prepare([1, 2], 40)
 
-    def open_stream() -> Stream:
-        return Stream(prompt, engine.live_answer(prompt), has_logprobs=False, deadline=np.inf)
+    def open_stream() -> Ticket:
+        return Ticket(prompt, engine.live_answer(prompt), has_logprobs=False, deadline=np.inf)
 
     items = [*[PART] * num_parts, UserError("too complex"), *behind]
     stream, other, tokens = open_stream(), open_stream(), list[int]()

@@ -146,7 +146,7 @@ def test_turns_that_are_used(tokenizer: Any, text: str, stop_reason: Any, ended:
     dialogue = Dialogue([], 5)
     make_writer(tokenizer).take(dialogue, Generation([], [], text, [], [], stop_reason))
     assert dialogue.ended == ended
-    assert dialogue.left == [{"role": "user", "content": text.strip()}]
+    assert dialogue.remaining == [{"role": "user", "content": text.strip()}]
 
 
 def test_ordinary_texts_do_not_repeat_themselves() -> None:

@@ -134,9 +134,9 @@ def test_requests_of_all_kinds_compile_nothing(
 def test_a_service_that_failed_is_not_ready(error: Exception | None) -> None:
     service: Any = object.__new__(Service)
     service.is_draining = False
-    service.scheduler = SimpleNamespace(error=error, warmth=SimpleNamespace(sizes=(1,)))
+    service.scheduler = SimpleNamespace(error=error, compilation=SimpleNamespace(sizes=(1,)))
     assert service.is_ready == (error is None)
-    service.scheduler.warmth = None  # nothing is compiled yet
+    service.scheduler.compilation = None  # nothing is compiled yet
     assert not service.is_ready
 
 

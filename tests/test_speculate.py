@@ -10,7 +10,7 @@ from oracle import Shape, greedy_request
 
 from poss_jax.config.models import DraftConfig, RopeConfig, TreeConfig
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.model.specialists import borrow_from_target, share_keys_values
 
 # (depth, top_k, total_tokens), spans, batch, layers per specialist. The fourth asks for more nodes
@@ -94,7 +94,7 @@ def test_shared_keys_and_values_take_one_cache():
     weights = Weights(target, borrow_from_target(draft, target))
 
     def run(config: DraftConfig):
-        decode = DecodeConfig(llama, config, TreeConfig(depth=3, top_k=2, total_tokens=6), 64)
+        decode = StaticShape(llama, config, TreeConfig(depth=3, top_k=2, total_tokens=6), 64)
         state = jax.jit(lambda: speculate.generate(weights, decode, request))()
         return len(state.draft.cache.k), state.output
 

@@ -16,7 +16,7 @@ from infer.bench.costs import DEVICES, Device, Workload, cost_card, floors
 from infer.bench.rates import Roofline
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.decode.state import DecodeConfig
+from poss_jax.decode.state import StaticShape
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.trees import ACCELERATOR_TREES, tree_for
 
@@ -106,7 +106,7 @@ def test_contexts_that_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize("tree", random_pair.RECORDED)
 def test_recorded_rounds_fit_their_trees(tree: str) -> None:
-    config = DecodeConfig(tiny_llama(), DraftConfig(layer=tiny_llama()), read_tree(tree), rows=128)
+    config = StaticShape(tiny_llama(), DraftConfig(layer=tiny_llama()), read_tree(tree), rows=128)
     assert max(random_pair.accepted_by(config)) == config.max_accepted == int(tree[0])
 
 

@@ -10,8 +10,8 @@ import pytest
 from programs import Runs, copy_model, refusal, write_lines
 from test_text import byte_fallback
 
-from infer.answering import Screen
 from infer.generate import main
+from infer.generate_run import Screen
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.program.running import BRACKETS, COLOUR, text_marks
 

@@ -13,7 +13,7 @@ from tokenizer_pool import VOCAB_SIZE, spell, tokenizer_of
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.engine.grammar import Grammar
-from poss_jax.engine.guides import Guide
+from poss_jax.engine.guides import GrammarState
 from poss_jax.serving.bodies import ApiError, CompletionRequest
 from poss_jax.serving.requests import read_completion
 
@@ -29,15 +29,15 @@ def engine(request: pytest.FixtureRequest) -> Tokenising:
     return engine
 
 
-def guide_of(engine: Tokenising, **fields: Any) -> Guide | None:
+def guide_of(engine: Tokenising, **fields: Any) -> GrammarState | None:
     """The guide of a request, as the server reads it."""
     job = read_completion(engine, ServeConfig(target="none"), CompletionRequest(**fields))
     (prompt,) = guided(engine, job).prompts
-    assert prompt.guide is None or isinstance(prompt.guide, Guide)
+    assert prompt.guide is None or isinstance(prompt.guide, GrammarState)
     return prompt.guide
 
 
-def fits(engine: Tokenising, guide: Guide, text: str) -> bool:
+def fits(engine: Tokenising, guide: GrammarState, text: str) -> bool:
     """Whether a text, all of it, matches."""
     guide = guide.copy()
     try:

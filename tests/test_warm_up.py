@@ -18,8 +18,8 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.scheduler import Closed, Scheduler
 from poss_jax.engine.scoring import score_prompt
-from poss_jax.engine.slots import Program, Slots
-from poss_jax.engine.streams import Stream
+from poss_jax.engine.slots import RoundKind, Slots
+from poss_jax.engine.streams import Ticket
 from poss_jax.engine.warm_up import WarmUp, _Task
 
 SAMPLED = SamplingConfig(temperature=1.0, seed=7)
@@ -44,8 +44,8 @@ class Gate:
         self._allowed = threading.Semaphore(0)
         ahead = WarmUp.__iter__
 
-        def one_by_one(warmth: WarmUp) -> Iterator[None]:
-            tasks = ahead(warmth)
+        def one_by_one(warm: WarmUp) -> Iterator[None]:
+            tasks = ahead(warm)
             while self._allowed.acquire() and next(tasks, self) is not self:
                 yield
 
@@ -72,7 +72,7 @@ def warming(engine: Engine, gate: Gate) -> Iterator[Scheduler]:
     thread.join()
 
 
-def answer_of(stream: Stream) -> Generation:
+def answer_of(stream: Ticket) -> Generation:
     answer = [*stream][-1].answer
     assert answer is not None
     return answer
@@ -80,13 +80,13 @@ def answer_of(stream: Stream) -> Generation:
 
 def until_sizes(scheduler: Scheduler, gate: Gate, sizes: tuple[int, ...]) -> None:
     """Compiles until the batch may have these sizes."""
-    wait_until(lambda: scheduler.warmth is not None)
-    warmth = scheduler.warmth
-    assert warmth is not None
-    while warmth.sizes != sizes:
-        num_done = len(warmth._done)
+    wait_until(lambda: scheduler.compilation is not None)
+    warm = scheduler.compilation
+    assert warm is not None
+    while warm.sizes != sizes:
+        num_done = len(warm._done)
         gate.open(1)
-        wait_until(lambda before=num_done: len(warmth._done) > before or scheduler.error)
+        wait_until(lambda before=num_done: len(warm._done) > before or scheduler.error)
         assert scheduler.error is None
 
 
@@ -128,15 +128,15 @@ def test_a_grammar_waits_for_its_rounds_and_lets_others_pass(gate: Gate) -> None
     thread.start()
     try:
         until_sizes(scheduler, gate, (1,))
-        assert scheduler.warmth is not None
+        assert scheduler.compilation is not None
         grammar = Grammar.choice(["yes", "no"])
         guided = scheduler.submit(engine.prepare([5, 7], 40, grammar=grammar))
         assert answer_of(scheduler.submit(engine.prepare([5, 7], 5))).stop_reason == "length"
         assert scheduler.num_waiting == 1
-        while not scheduler.warmth.guided_sizes:
+        while not scheduler.compilation.guided_sizes:
             gate.open(1)
             time.sleep(0.05)
-        assert scheduler.warmth.sizes == (1,)
+        assert scheduler.compilation.sizes == (1,)
         assert answer_of(guided).text in ("yes", "no")
         assert scheduler.stats.compilations == 0
     finally:
@@ -149,13 +149,13 @@ def test_a_text_that_runs_changes_its_program(
     engine: Engine, warming: Scheduler, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A greedy text begins with sampled rounds, the only ones there are."""
-    monkeypatch.setattr("poss_jax.engine.scheduler._REST_SECONDS", 0)
+    monkeypatch.setattr("poss_jax.engine.scheduler._PAUSE_SECONDS", 0)
     until_sizes(warming, gate, (1,))
-    used: list[Program] = []
+    used: list[RoundKind] = []
     choose = WarmUp.nearest
 
-    def record(warmth: WarmUp, program: Program, size: int) -> Program:
-        used.append(choose(warmth, program, size))
+    def record(warm: WarmUp, program: RoundKind, size: int) -> RoundKind:
+        used.append(choose(warm, program, size))
         return used[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -183,7 +183,7 @@ def test_compiling_rests_if_what_is_compiled_serves_all_texts(
 
 def test_it_fails_with_the_compiler(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(Slots(engine, sizes=(1,), max_length=300))
-    waiting: list[Stream] = []
+    waiting: list[Ticket] = []
 
     def fail(self: Slots, *_: Any) -> None:
         waiting.append(scheduler.submit(engine.prepare([1], 9)))
@@ -200,35 +200,35 @@ def test_it_fails_with_the_compiler(engine: Engine, monkeypatch: pytest.MonkeyPa
 
 def test_it_says_how_far_it_is(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One task took a second; two more, `insert` and five rounds weigh 2 + 1 + 5 x 6."""
-    warmth = WarmUp(Slots(engine, sizes=(1,), max_length=300, max_logprobs=3).shapes())
+    warm = WarmUp(Slots(engine, sizes=(1,), max_length=300, max_logprobs=3).shapes())
     clock = SimpleNamespace(monotonic=iter((100.0, 101.0, 101.2, 999.0)).__next__)
     monkeypatch.setattr("poss_jax.engine.warm_up.time", clock)
     monkeypatch.setattr("poss_jax.engine.warm_up._read", lambda *_: None)
-    next(iter(warmth))
-    assert str(warmth) == "compiling 2 of 9, about 33 s left"
-    assert str(warmth) == "compiling 2 of 9, about 32 s left"  # one takes longer than it should
+    next(iter(warm))
+    assert str(warm) == "compiling 2 of 9, about 33 s left"
+    assert str(warm) == "compiling 2 of 9, about 32 s left"  # one takes longer than it should
 
 
 def test_nothing_is_compiled_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     tasks = [_Task(partial(ran.append, index)) for index in range(3)]
     monkeypatch.setattr("poss_jax.engine.warm_up._list_tasks", lambda slots: tasks)
-    warmth = WarmUp(Slots(engine, sizes=(1,), max_length=300))
-    next(iter(warmth))
-    assert (ran, warmth.is_done) == ([0], False)
-    assert (len([*warmth]), len([*warmth]), ran, warmth.is_done) == (2, 0, [0, 1, 2], True)
+    warm = WarmUp(Slots(engine, sizes=(1,), max_length=300))
+    next(iter(warm))
+    assert (ran, warm.is_done) == ([0], False)
+    assert (len([*warm]), len([*warm]), ran, warm.is_done) == (2, 0, [0, 1, 2], True)
 
 
 def test_the_order_of_use(engine: Engine) -> None:
     slots = Slots(engine, sizes=(1, 4), max_length=300, max_logprobs=3)
     small, none = engine.trees[1], None
-    assert slots.programs(1) == [
-        Program(small, True, False),
-        Program(small, False, False),
-        Program(small, True, True),
+    assert slots.round_kinds(1) == [
+        RoundKind(small, True, False),
+        RoundKind(small, False, False),
+        RoundKind(small, True, True),
     ]
-    assert [one.tree for one in slots.programs(4)] == [small, none] * 3
-    draftless = [Program(none, sampled, is_draftless=True) for sampled in (True, False)]
-    assert slots.rare_programs(1) == draftless and slots.rare_programs(4) == []
+    assert [one.tree for one in slots.round_kinds(4)] == [small, none] * 3
+    draftless = [RoundKind(none, sampled, is_draftless=True) for sampled in (True, False)]
+    assert slots.rare_kinds(1) == draftless and slots.rare_kinds(4) == []
     slots = Slots(engine, sizes=(1, 3, 4), max_length=300)
-    assert [one.tree for one in slots.programs(4)] == [none] * 2  # 4 texts and more
+    assert [one.tree for one in slots.round_kinds(4)] == [none] * 2  # 4 texts and more

@@ -119,7 +119,7 @@ def answer_line(question: Question, dialogue: Dialogue, max_length: int = 0) -> 
     if dialogue.num_answered:
         early = {"ended_early": ended} if ended else {}
         return line | early | {"messages": dialogue.messages}
-    asked = {"messages": [*dialogue.messages, *dialogue.left]}
+    asked = {"messages": [*dialogue.messages, *dialogue.remaining]}
     asked = {} if isinstance(question.messages, Broken) else asked
     return line | {"where": question.where, "reason": ended, **asked}
 

@@ -136,7 +136,7 @@ class TurnWriter:
         """True if the target has to write the next turn of a conversation."""
         asked = [] if isinstance(question.messages, Broken) else question.messages
         is_own = not any(message["role"] == "user" for message in asked)
-        is_open = not dialogue.left and not dialogue.ended
+        is_open = not dialogue.remaining and not dialogue.ended
         return is_own and is_open and dialogue.num_answered < self.num_turns
 
     def prompt(self, dialogue: Dialogue) -> list[int]:
@@ -174,7 +174,7 @@ class TurnWriter:
     def take(self, dialogue: Dialogue, turn: Generation) -> None:
         """Adds the text as the next turn, or ends the conversation."""
         text = (turn.text or "").strip()
-        dialogue.left = [{"role": "user", "content": text}]
+        dialogue.remaining = [{"role": "user", "content": text}]
         if reason := self._refuse(text, turn.stop_reason):
             dialogue.end(reason)
 

@@ -301,9 +301,9 @@ def _answer(
             if writer is not None and writer.is_due(question, dialogue):
                 _write_turn(server, dialogue, writer)
                 continue
-            if not dialogue.left:
+            if not dialogue.remaining:
                 break
-            messages = [*dialogue.messages, dialogue.left[0]]
+            messages = [*dialogue.messages, dialogue.remaining[0]]
             answer, fields = server.answer(messages, dialogue.sampling, config)
         except Refused as error:
             dialogue.end(str(error))

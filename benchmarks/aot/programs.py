@@ -16,7 +16,7 @@ from poss_jax.checkpoint.folder import read_draft, read_target
 from poss_jax.checkpoint.record import ModelRecord, TargetIdentity
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError
-from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.decode.state import Request, StaticShape, Weights
 from poss_jax.engine.device import ACCELERATOR_CHUNKS, with_rows
 from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
 from poss_jax.engine.rounds import prefill, run_round, run_rounds, start
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     """Everything that is compiled: models, request and devices."""
 
     weights: Weights  # shapes of both models, placed
-    decode: DecodeConfig
+    decode: StaticShape
     request: Request  # shapes of a batch
     mesh: Mesh
     work: costs.Workload  # the same for counting floors
@@ -88,7 +88,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         draft_weights = shapes_on(mesh, lambda: _make_draft(draft, dtype, kind))
         weights = weights._replace(draft=_attach(draft_weights, weights.target, num_tokens, mesh))
     tree = fit_tree(config.tree, num_tokens or target.vocab_size)
-    decode = DecodeConfig(target, draft, tree, rows=0, chunk=ACCELERATOR_CHUNKS[0])
+    decode = StaticShape(target, draft, tree, rows=0, chunk=ACCELERATOR_CHUNKS[0])
     decode = decode._replace(mesh=decoding_mesh(mesh))
     length = config.context + config.max_new_tokens
     decode = with_rows(decode, length, max_length=target.max_position_embeddings)
@@ -194,14 +194,14 @@ def _cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def _request(config: AheadConfig, decode: DecodeConfig, mesh: Mesh) -> Request:
+def _request(config: AheadConfig, decode: StaticShape, mesh: Mesh) -> Request:
     prompts = [PreparedPrompt([0], 1, config.sampling)] * config.batch_size
     stop_ids = [decode.target.eos_token_ids] * config.batch_size
     request = make_request(lay_out(prompts, stop_ids, num_tokens=decode.rows))
     return jax.tree.map(lambda leaf: _placed(leaf, replicate(mesh)), request)
 
 
-def state_shapes(plan: Plan, decode: DecodeConfig) -> Any:
+def state_shapes(plan: Plan, decode: StaticShape) -> Any:
     """Shapes of the state after the prompt."""
     state = jax.eval_shape(lambda w, r: start(w, decode, r), plan.weights, plan.request)
 

@@ -56,8 +56,8 @@ def run(config: BenchConfig, *, from_scratch: bool) -> None:
             write_page(report, folder / "report.html")
             write_answer_files(answers, folder)
 
-        found, brief = describe(report)[0], format_brief(report)
-        show_report(report, table, folder, found=found, brief=brief, write=write)
+        finding, brief = describe(report)[0], format_brief(report)
+        show_report(report, table, folder, finding=finding, brief=brief, write=write)
 
 
 def bench(

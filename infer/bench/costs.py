@@ -21,7 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from poss_jax.config.models import ACCELERATOR_TREE, DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.model.parameters import item_shapes
 from poss_jax.model.target import compute_dtype
 
@@ -98,7 +98,7 @@ def stored_in(work: Workload, each: float) -> Workload:
 
 
 def describe_workload(
-    weights: Weights, config: DecodeConfig, *, batch: int, context: int
+    weights: Weights, config: StaticShape, *, batch: int, context: int
 ) -> Workload:
     """Describes a decoding method, with the bytes per weight that its arrays really have."""
     target = config.target

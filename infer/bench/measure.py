@@ -17,7 +17,7 @@ from poss_jax.config.decoding import SMOLLM2
 from poss_jax.config.models import Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue, answer_all
 from poss_jax.engine.engine import Engine
@@ -62,7 +62,7 @@ class Decoder:
             config, request = self.engine.request([prompt], batch_size=batch_size)
             program = config, jax.tree.structure(request)
             if program not in compiled:
-                short = request.replace(limits=jnp.minimum(request.limits, 2))
+                short = request.replace(max_new_tokens=jnp.minimum(request.max_new_tokens, 2))
                 jax.block_until_ready(decode_batch(self.engine.weights, config, short))
                 compiled.add(program)
         self.compile_seconds = time.monotonic() - started
@@ -184,12 +184,12 @@ def count_memory(engine: Engine) -> dict[str, int]:
     size = compute_dtype(engine.weights.target).itemsize
     target = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(engine.weights.target)}
     draft = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(engine.weights.draft)}
-    own = {key: num_bytes for key, num_bytes in draft.items() if key not in target}
+    draft_only = {key: num_bytes for key, num_bytes in draft.items() if key not in target}
     counts = {
         "target_parameters": count_parameters(config.target),
         "target_bytes": sum(target.values()),
         "draft_parameters": count_parameters(config.draft) if config.draft else 0,
-        "draft_bytes": sum(own.values()),
+        "draft_bytes": sum(draft_only.values()),
     }
     row = 2 * size * config.target.num_kv_heads * config.target.head_dim
     counts["target_cache_bytes_per_token"] = config.target.num_layers * row
@@ -264,14 +264,14 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dic
 @partial(jax.jit, static_argnums=1)
 @on_mesh
 def _plain_steps(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+    weights: Weights, config: StaticShape, request: Request, state: DecodeState
 ) -> jax.Array:
     def step(_: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         cache, token = carry
         logits, cache = target.decode(weights.target, config.target, cache, token)
         return cache, choose(logits)
 
-    num_steps = highest_of_groups(request.limits.max()) - 1
+    num_steps = highest_of_groups(request.max_new_tokens.max()) - 1
     return jax.lax.fori_loop(0, num_steps, step, (state.target_cache, state.root))[1]
 
 

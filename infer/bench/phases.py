@@ -19,7 +19,7 @@ import numpy as np
 from poss_jax.config.models import TreeConfig
 from poss_jax.data.progress import progress_bar
 from poss_jax.decode import speculate, verify
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Tree, root_tree
 from poss_jax.decode.verify import Acceptance
 from poss_jax.engine.engine import Engine
@@ -41,9 +41,7 @@ commit = jax.jit(on_mesh(speculate.commit), static_argnums=1, donate_argnums=3)
 
 @partial(jax.jit, static_argnums=1)
 @on_mesh
-def draft_tree(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
-) -> Tree:
+def draft_tree(weights: Weights, config: StaticShape, request: Request, state: DecodeState) -> Tree:
     """First phase of a round."""
     noise = speculate.round_noise(config, request, state)
     return speculate.draft_tree(weights, config, request, state, noise)
@@ -53,7 +51,7 @@ def draft_tree(
 @on_mesh
 def accept(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
     tree: Tree,
@@ -109,7 +107,7 @@ def mark_done(state: DecodeState) -> DecodeState:
     return state.replace(output=state.output.replace(is_done=state.output.is_done | True))
 
 
-def shallower(config: DecodeConfig) -> list[TreeConfig]:
+def shallower(config: StaticShape) -> list[TreeConfig]:
     """Trees of one level, of two, and so on, up to the whole tree; none without a draft."""
     depths = range(1, config.tree.depth + 1) if config.draft else ()
     return [replace(config.tree, depth=depth) for depth in depths]

@@ -218,7 +218,7 @@ def show_report(
     table: str,
     folder: Path | None,
     *,
-    found: str | None = None,
+    finding: str | None = None,
     brief: str | None = None,
     write: Callable[[Path], None] | None = None,
     plot: Callable[[Path], None] | None = None,
@@ -231,7 +231,7 @@ def show_report(
     Args:
       table: the report as Markdown.
       folder: folder to write both to; None writes nothing.
-      found: what was found, in a sentence; None: the line always has all.
+      finding: what was found, in a sentence; None: the line always has all.
       brief: text for a terminal; None: the table.
       write: writes more files to the folder.
       plot: draws pictures in the folder; called where matplotlib is installed.
@@ -247,8 +247,8 @@ def show_report(
             matplotlib.use("Agg")
             plot(folder)
         print(f"report: {folder}")
-    place = None if folder is None else str(folder / "report.json")
-    closing = None if found is None else {"found": cut(found, 300), "report": place}
+    path = None if folder is None else str(folder / "report.json")
+    closing = None if finding is None else {"found": cut(finding, 300), "report": path}
     print_summary(report, "", brief=closing)
 
 

@@ -136,7 +136,7 @@ def _write_tuned(
     if vocabulary is not None:
         write_output(vocabulary_file(path), read_text(as_path(vocabulary)), name="vocabulary")
     mesh = decoding_mesh(config.mesh)
-    write_tuned(path, trees, record, about=header, comments=comments, mesh=mesh)
+    write_tuned(path, trees, record, header=header, comments=comments, mesh=mesh)
 
 
 def _format_tuning(drafts: dict[str, dict[int, dict[str, Any]]]) -> str:

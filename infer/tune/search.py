@@ -27,7 +27,7 @@ from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import config_to_dict
 from poss_jax.data.progress import progress_bar
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Candidates, Tree, make_tree, root_tree
 from poss_jax.decode.verify import accept
 from poss_jax.engine.answers import mean_acceptance_length
@@ -191,7 +191,7 @@ def record(
 @partial(jax.jit, static_argnums=1, donate_argnums=3)
 @on_mesh
 def _record_step(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+    weights: Weights, config: StaticShape, request: Request, state: DecodeState
 ) -> tuple[DecodeState, Candidates]:
     """Drafts, but verifies and commits only the root."""
     noise = speculate.round_noise(config, request, state)
@@ -256,7 +256,7 @@ def count_accepted(ranks: Ranks, length: int, tree: TreeConfig) -> list[int]:
 @partial(jax.jit, static_argnums=1, donate_argnums=3)
 @on_mesh
 def _finish_round(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState, tree: Tree
+    weights: Weights, config: StaticShape, request: Request, state: DecodeState, tree: Tree
 ) -> DecodeState:
     """All of a round that comes after drafting."""
     noise = speculate.round_noise(config, request, state)

@@ -75,8 +75,8 @@ class SamplingOptions:
 
     def over(self, recommended: "SamplingConfig") -> "SamplingConfig":
         """Returns these settings, and the recommended ones where these are null."""
-        own = {name: value for name, value in asdict(self).items() if value is not None}
-        return SamplingConfig(**asdict(recommended) | own)
+        settings = {name: value for name, value in asdict(self).items() if value is not None}
+        return SamplingConfig(**asdict(recommended) | settings)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -164,9 +164,9 @@ def change_config(config: ConfigT, *, origin: str, **changes: Any) -> ConfigT:
     return build_config(type(config), values, origin=origin)
 
 
-def suggest(word: str, known: Iterable[str], *, quote: bool = False, otherwise: str = "") -> str:
+def suggest(word: str, choices: Iterable[str], *, quote: bool = False, otherwise: str = "") -> str:
     """Asks for the known word that an unknown one resembles; says otherwise, or lists them."""
-    names = [repr(name) if quote else name for name in known]
+    names = [repr(name) if quote else name for name in choices]
     near = difflib.get_close_matches(repr(word) if quote else word, names, n=1)
     if near:
         return f"did you mean {near[0]}?"

@@ -67,15 +67,15 @@ def _find_bundled(name: Any) -> Any:
 def _inspect(**options: Any) -> None:
     with waiting("importing JAX ..."):
         from poss_jax.convert.inspection import inspect
-    found = inspect(**options)
-    lines = [f"{name:24}{text}" for name, text in found.facts]
-    lines += ["", *_format_rows(found.rows), ""] if found.rows else []
-    lines += [f"assumed: {line}" for line in found.assumed]
-    lines += [f"needs: {found.needs}"] if found.needs else []
-    lines += [f"refused: {found.refused}"] if found.refused else []
+    inspection = inspect(**options)
+    lines = [f"{name:24}{text}" for name, text in inspection.facts]
+    lines += ["", *_format_rows(inspection.rows), ""] if inspection.rows else []
+    lines += [f"assumed: {line}" for line in inspection.assumed]
+    lines += [f"needs: {inspection.needs}"] if inspection.needs else []
+    lines += [f"refused: {inspection.refused}"] if inspection.refused else []
     print("\n".join(map(printable, lines)).rstrip())
-    print_summary(found.summary, "")
-    if found.refused:
+    print_summary(inspection.summary, "")
+    if inspection.refused:
         raise SystemExit(1)
 
 
@@ -157,7 +157,7 @@ def _fold_rows(rows: Iterable[Any]) -> list[Any]:
         groups.setdefault(row._replace(key=key, path=path), []).append((key_index, path_index))
     folded = []
     for row, numbers in groups.items():
-        consecutive = groupby(enumerate(sorted(numbers)), key=lambda one: one[1][0] - one[0])
+        consecutive = groupby(enumerate(sorted(numbers)), key=lambda item: item[1][0] - item[0])
         for _, run in consecutive:
             keys, paths = zip(*(pair for _, pair in run), strict=True)
             folded.append(row._replace(key=_join(row.key, keys), path=_join(row.path, paths)))
@@ -182,7 +182,7 @@ def _join(name: str, numbers: Sequence[int]) -> str:
 
 
 def _parse_spans(text: str) -> tuple[int, ...]:
-    return tuple(_parse_count(part) for part in text.split(","))
+    return tuple(_parse_count(count) for count in text.split(","))
 
 
 def _parse_count(text: str) -> int:
@@ -343,8 +343,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, command in _COMMANDS.items():
         required = {flag: _OPTIONS[flag] for flag in command.required.split()}
-        usage = " ".join(f"{flag} {one['metavar']}" for flag, one in required.items())
-        one = parsers.add_parser(
+        usage = " ".join(f"{flag} {option['metavar']}" for flag, option in required.items())
+        option = parsers.add_parser(
             name,
             help=command.help,
             description=textwrap.fill(f"{command.help} {command.more}", 79),
@@ -354,9 +354,9 @@ def _parser() -> argparse.ArgumentParser:
             options = dict(_OPTIONS[flag])
             if flag.startswith("--"):
                 options["required"] = flag in required
-            one.add_argument(flag, **options)
-        add_json(one)
-        add_version(one)
+            option.add_argument(flag, **options)
+        add_json(option)
+        add_version(option)
     return parser
 
 

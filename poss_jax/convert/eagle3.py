@@ -141,8 +141,8 @@ def _read_embedding(source: Source, hidden_size: int) -> dict[str, Any]:
     size = _find(source, "target_hidden_size")
     if size not in (None, hidden_size):
         return {"target_size": size, "has_embedding": True}
-    said = _read_flag(source, "embed_requires_grad")
-    is_trained = _is_parallel(source) if said is None else said
+    flag = _read_flag(source, "embed_requires_grad")
+    is_trained = _is_parallel(source) if flag is None else flag
     return {"has_embedding": is_trained and DRAFT_EMBEDDING in source.names}
 
 
@@ -163,14 +163,14 @@ def _read_fc_norm(source: Source) -> tuple[str | None, list[str]]:
     """Reads which norms come before fc, from the weights and config.json, which must agree."""
     kinds, assumed = [], []
     for kind, (key, weight) in _FC_NORMS.items():
-        said, is_there = _read_flag(source, key), weight in source.names
-        found = f"hold {'' if is_there else 'no '}{weight}"
-        if said is not None and said != is_there:
-            raise contradiction(source, f"{key} {said}", found)
+        flag, is_there = _read_flag(source, key), weight in source.names
+        weights = f"hold {'' if is_there else 'no '}{weight}"
+        if flag is not None and flag != is_there:
+            raise contradiction(source, f"{key} {flag}", weights)
         if is_there:
             kinds.append(kind)
-        if is_there and said is None:
-            assumed.append(f"{key} True, because the weights {found}")
+        if is_there and flag is None:
+            assumed.append(f"{key} True, because the weights {weights}")
     if len(kinds) > 1:
         listed = " and ".join(weight for _, weight in _FC_NORMS.values())
         raise UserError(
@@ -183,14 +183,14 @@ def _read_fc_norm(source: Source) -> tuple[str | None, list[str]]:
 def _read_output_norm(source: Source) -> tuple[str | None, list[str]]:
     """Reads which parts use normed features; one key means different things to two producers."""
     key = "norm_output"
-    said = _read_flag(source, key)
+    flag = _read_flag(source, key)
     if _is_of_speculators(source):
-        return "fed_back" if said else "head", []
-    if said is None:
+        return "fed_back" if flag else "head", []
+    if flag is None:
         return "head", []
-    meaning = "the head reads normed features, specialists raw ones" if said else "no norm at all"
+    meaning = "the head reads normed features, specialists raw ones" if flag else "no norm at all"
     why = "SpecForge means that (speculators does not)"
-    return "head" if said else None, [f"{key} {said}: {meaning}, because {why}"]
+    return "head" if flag else None, [f"{key} {flag}: {meaning}, because {why}"]
 
 
 def _read_aux_layers(source: Source) -> tuple[int, ...]:
@@ -242,16 +242,16 @@ def _eagle_config(source: Source) -> Mapping[str, Any]:
 def _find(source: Source, key: str) -> Any:
     """Finds a key of config.json, in any of the places that producers put it; None without it."""
     places = (source.values, source.settings, _eagle_config(source))
-    return next((place[key] for place in places if place.get(key) is not None), None)
+    return next((section[key] for section in places if section.get(key) is not None), None)
 
 
 def _read_flag(source: Source, key: str) -> bool | None:
-    said = _find(source, key)
-    if said is not None and not isinstance(said, bool):
+    flag = _find(source, key)
+    if flag is not None and not isinstance(flag, bool):
         raise UserError(
-            f"{source.folder}/config.json: {key}: want true or false, got {shorten(said)}"
+            f"{source.folder}/config.json: {key}: want true or false, got {shorten(flag)}"
         )
-    return said
+    return flag
 
 
 # --------------------------------------------------------------------------------------------------
@@ -297,8 +297,8 @@ def _read_vocabulary(source: Source, config: DraftConfig) -> tuple[int, ...] | N
             "damaged, or belongs to another draft"
         )
     if "t2d" in source.names:
-        known = source.tensors[source.names["t2d"]].read()
-        if not np.array_equal(np.flatnonzero(known), ids):
+        mask = source.tensors[source.names["t2d"]].read()
+        if not np.array_equal(np.flatnonzero(mask), ids):
             raise UserError(
                 f"{source.folder}: t2d and d2t name different tokens; give the draft's own files"
             )

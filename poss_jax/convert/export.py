@@ -148,9 +148,9 @@ def _choose_layout(
     if chosen is None:
         is_whole = specialist is None and number > 1
         what = f"all {number} specialists" if is_whole else f"one specialist{deep}"
-        other = f"; --specialist 0 to {number - 1} writes one of them" if is_whole else ""
+        advice = f"; --specialist 0 to {number - 1} writes one of them" if is_whole else ""
         raise UserError(
-            f"{folder}: want {_list_formats(layouts)} for {what}, got --format {form}{other}"
+            f"{folder}: want {_list_formats(layouts)} for {what}, got --format {form}{advice}"
         )
     return chosen
 
@@ -236,10 +236,10 @@ def _cut(config: DraftConfig, specialist: int | None) -> DraftConfig:
 
 def _by_item(parts: Iterable[Part]) -> Iterator[tuple[Part, list[tuple[str, list[Slot]]]]]:
     """Groups parts by item (yielding its first part), and there by the tensor to write."""
-    for _, group in groupby(parts, key=lambda part: (part.folder, part.slot.item)):
-        first, *others = group
-        tensors = groupby((first, *others), key=lambda part: split_rows(part.key)[0])
-        yield first, [(key, [part.slot for part in tensor]) for key, tensor in tensors]
+    for _, group in groupby(parts, key=lambda piece: (piece.folder, piece.slot.item)):
+        first, *further = group
+        tensors = groupby((first, *further), key=lambda piece: split_rows(piece.key)[0])
+        yield first, [(key, [piece.slot for piece in tensor]) for key, tensor in tensors]
 
 
 def _rows(parts: Iterable[Part], dtype: DType) -> list[Row]:
@@ -248,10 +248,10 @@ def _rows(parts: Iterable[Part], dtype: DType) -> list[Row]:
     for item, tensors in _by_item(parts):
         stored = flatten_item(describe_item(item.folder, item.record, item.slot.item))
         for key, slots in tensors:
-            first, *others = slots
+            first, *further = slots
             types = {np.dtype(stored[slot.path].dtype).name for slot in slots}
             kept = types.pop() if len(types) == 1 else "float32"
-            path = "+".join([str(first), *(slot.path[-2] for slot in others)])
+            path = "+".join([str(first), *(slot.path[-2] for slot in further)])
             shape = (sum(slot.shape[0] for slot in slots), *first.shape[1:])
             rows.append(Row(path, key, shape, kept if dtype == "keep" else dtype))
     return rows
@@ -374,21 +374,21 @@ def model_card(draft: Outgoing, layout: Layout, specialist: int | None) -> str:
         version=__version__,
         layout=layout,
         notes="".join(f"\n{note}\n" for note in notes),
-        facts="\n".join(f"| {what} | {said} |" for what, said in _facts(draft).items()),
+        facts="\n".join(f"| {what} | {value} |" for what, value in _facts(draft).items()),
     )
 
 
 def _facts(draft: Outgoing) -> dict[str, str]:
     config, rope = draft.config, draft.config.layer.rope
     size = config.layer.vocab_size
-    known = f"{len(draft.vocabulary)} of {size}" if draft.vocabulary else f"all {size}"
+    tokens = f"{len(draft.vocabulary)} of {size}" if draft.vocabulary else f"all {size}"
     features = "its last hidden state, normed"
     if config.aux_layers:
         features = f"the inputs of its layers {', '.join(map(str, config.aux_layers))} (from 0)"
     return {
         "specialists": _show_specialists(config),
         "trained depth": str(config.trained_depth),
-        "tokens it can propose": known,
+        "tokens it can propose": tokens,
         "reads of the target": features,
         "rope": f"{rope.type}, theta {rope.theta:g}",
         "weights": draft.dtype,

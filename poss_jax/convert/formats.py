@@ -31,7 +31,7 @@ class Format:
       read: its reader; None if it cannot be converted.
       family: family of what its reader gives.
       why_not: what to do if it cannot be converted, or not by the command in use.
-      about: what such a model does, for those who do not know its name.
+      brief: what such a model does, for those who do not know its name.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Format:
     in_weights: tuple[Sign, ...] = ()
     read: Callable[[Source], Reading] | None = None
     family: Family | None = None
-    about: str = ""
+    brief: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}, which {self.about}" if self.about else self.name
+        return f"{self.name}, which {self.brief}" if self.brief else self.name
 
 
 def read_checkpoint(source: Source, family: Family | None = None) -> Reading:
@@ -71,8 +71,8 @@ def find_format(source: Source) -> tuple[Format | None, str]:
     """Finds the first format with a sign in a checkpoint, and the sign; None without any."""
     signs = [(form, sign) for form in FORMATS for sign in form.in_config]
     signs += [(form, sign) for form in FORMATS for sign in form.in_weights]
-    found = ((form, sign(source)) for form, sign in signs)
-    return next(((form, shown) for form, shown in found if shown is not None), (None, ""))
+    matches = ((form, sign(source)) for form, sign in signs)
+    return next(((form, shown) for form, shown in matches if shown is not None), (None, ""))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -140,8 +140,8 @@ def is_quantised(source: Source) -> str | None:
 
 
 def _whole_target(source: Source) -> str | None:
-    found = {FC, "embed_tokens.weight", "norm.weight"} & source.names.keys()
-    return f"norm.weight, and no {FC}" if found == {"embed_tokens.weight", "norm.weight"} else None
+    names = {FC, "embed_tokens.weight", "norm.weight"} & source.names.keys()
+    return f"norm.weight, and no {FC}" if names == {"embed_tokens.weight", "norm.weight"} else None
 
 
 def _counts_experts(source: Source) -> str | None:
@@ -175,21 +175,21 @@ FORMATS = (
         in_config=(is_of_speculators(r"^dspark\b"), named(r"dspark")),
         in_weights=(has_key(r"^markov_head\."),),
         why_not=_NOT_YET,
-        about="is DFlash with a head that corrects each token by the one before, and one that "
+        brief="is DFlash with a head that corrects each token by the one before, and one that "
         "predicts acceptance",
     ),
     Format(
         "a DFlash draft",
         in_config=(is_of_speculators(r"^dflash"), named(r"dflash")),
         why_not=_NOT_YET,
-        about="fills a block of masked positions in one pass, with the target's states as context",
+        brief="fills a block of masked positions in one pass, with the target's states as context",
     ),
     Format(
         "an MTP draft",
         in_config=(is_of_speculators(r"^mtp\b"), named(r"mtp")),
         in_weights=(has_key(r"^mtp(_layers)?\.|\.eh_proj\.weight$"),),
         why_not=_NOT_YET,
-        about="is a further layer of the target itself, for multi-token prediction: it reads the "
+        brief="is a further layer of the target itself, for multi-token prediction: it reads the "
         "target's last state and the next token",
     ),
     Format(

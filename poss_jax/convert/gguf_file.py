@@ -170,9 +170,9 @@ def open_gguf(path: Path) -> GgufFile:
         raise UserError(f"{path}: want a GGUF file, got another kind; fetch the file again")
     version = cursor.number("I")
     if version not in _VERSIONS:
-        wanted = " or ".join(map(str, _VERSIONS))
+        listed = " or ".join(map(str, _VERSIONS))
         raise UserError(
-            f"{path}: want GGUF version {wanted}, little-endian, got {version}; convert the model "
+            f"{path}: want GGUF version {listed}, little-endian, got {version}; convert the model "
             "to GGUF again"
         )
     num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")

@@ -175,7 +175,7 @@ def _refuse_unknown(gguf: GgufFile) -> None:
 def _head_dim(gguf: GgufFile, values: Mapping[str, Any]) -> int:
     usual = values["hidden_size"] // values["num_attention_heads"]
     key, value = (
-        _number(gguf, f"attention.{part}_length", HeadDim, usual) for part in ("key", "value")
+        _number(gguf, f"attention.{name}_length", HeadDim, usual) for name in ("key", "value")
     )
     if key != value:
         raise UserError(
@@ -289,10 +289,10 @@ def _list_tensors(gguf: GgufFile) -> dict[str, LazyTensor]:
 def _hugging_face_name(architecture: str, name: str) -> str:
     names = _NAMES | (_FUSED if architecture == "phi3" else {})
     if match := _LAYER.fullmatch(name):
-        layer, part, kind = match.groups()
-        return f"model.layers.{layer}.{names[part]}.{kind}" if part in names else name
-    part, _, kind = name.rpartition(".")
-    return f"{names[part]}.{kind}" if part in names else name
+        layer, module, kind = match.groups()
+        return f"model.layers.{layer}.{names[module]}.{kind}" if module in names else name
+    module, _, kind = name.rpartition(".")
+    return f"{names[module]}.{kind}" if module in names else name
 
 
 def _read_rotated(stored: StoredTensor, heads: int) -> np.ndarray:

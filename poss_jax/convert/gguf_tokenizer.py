@@ -65,8 +65,8 @@ _NORMALISED = ("qwen2", "deepseek-r1-qwen")
 def stop_ids(gguf: GgufFile) -> list[int]:
     """Lists the tokens that end a text, from the metadata and from a list of well-known ones."""
     named = [special_id(gguf, name) for name in _STOP_KEYS]
-    known = [index for index, token in enumerate(token_list(gguf)) if token in _STOPS]
-    return list(dict.fromkeys(index for index in (*named, *known) if index is not None))
+    named_stops = [index for index, token in enumerate(token_list(gguf)) if token in _STOPS]
+    return list(dict.fromkeys(index for index in (*named, *named_stops) if index is not None))
 
 
 def token_list(gguf: GgufFile) -> list[str]:
@@ -139,8 +139,8 @@ def _numbers(gguf: GgufFile, key: str, size: int, default: float) -> list[Any]:
 def _special_ids(gguf: GgufFile) -> dict[str, int]:
     """Reads the ids of bos, eos, unk and pad, if they exist."""
     usual = _SENTENCEPIECE_IDS if gguf.metadata["tokenizer.ggml.model"] == "llama" else {}
-    given = {name: special_id(gguf, key, usual.get(name)) for name, key in _SPECIALS.items()}
-    ids = {name: index for name, index in given.items() if index is not None}
+    stored = {name: special_id(gguf, key, usual.get(name)) for name, key in _SPECIALS.items()}
+    ids = {name: index for name, index in stored.items() if index is not None}
     size = len(token_list(gguf))
     if any(index not in range(size) for index in ids.values()):
         raise gguf.unfit("tokenizer.ggml", f"special tokens below {size}", ids)
@@ -165,7 +165,7 @@ def _byte_level(gguf: GgufFile) -> "Tokenizer":
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
     if name in _NORMALISED:
         tokenizer.normalizer = normalizers.NFC()
-    words = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in _PATTERNS[name]]
+    words = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in _PATTERNS[name]]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
@@ -173,8 +173,8 @@ def _byte_level(gguf: GgufFile) -> "Tokenizer":
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
-    left, _, right = merge[1:].partition(" ")  # the first character may be a space itself
-    return merge[:1] + left, right
+    first, _, right = merge[1:].partition(" ")  # the first character may be a space itself
+    return merge[:1] + first, right
 
 
 def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> "Tokenizer":
@@ -203,15 +203,15 @@ def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> "Tokenizer":
 def _derive_merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Lists the pairs of pieces that make a piece, from the best piece to the worst."""
     lengths = {len(token) for token in vocabulary}  # keeps a long token from being cut everywhere
-    found = [
+    pairs = [
         (scores[index], cut, token)
         for token, index in vocabulary.items()
         for cut in range(1, len(token))
         if cut in lengths and len(token) - cut in lengths
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    found.sort(key=lambda pair: pair[:2], reverse=True)
-    return [(token[:cut], token[cut:]) for _, cut, token in found]
+    pairs.sort(key=lambda pair: pair[:2], reverse=True)
+    return [(token[:cut], token[cut:]) for _, cut, token in pairs]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -106,9 +106,9 @@ def parse_llama_config(
     """
     family = str(values.get("model_type"))
     if family not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
+        families = ", ".join(_FAMILIES)
         raise UserError(
-            f"{origin}: model_type: want one of {known}, got {shorten(family)}; models of other "
+            f"{origin}: model_type: want one of {families}, got {shorten(family)}; models of other "
             "types cannot be converted"
         )
     values = _FAMILIES[family] | dict(values)
@@ -167,10 +167,10 @@ def _differences(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
     """Refuses a sliding window that cuts the context of any layer."""
-    layer_types, known = values.get("layer_types") or [], ("full_attention", "sliding_attention")
-    if not isinstance(layer_types, list) or any(kind not in known for kind in layer_types):
+    layer_types, kinds = values.get("layer_types") or [], ("full_attention", "sliding_attention")
+    if not isinstance(layer_types, list) or any(kind not in kinds for kind in layer_types):
         raise UserError(
-            f"{origin}: layer_types: want {' or '.join(known)}, got {shorten(layer_types)}; models "
+            f"{origin}: layer_types: want {' or '.join(kinds)}, got {shorten(layer_types)}; models "
             "with other layers cannot be converted"
         )
     is_said = "sliding_attention" in layer_types
@@ -204,10 +204,10 @@ def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
         return values["head_dim"]
     hidden_size, num_heads = values["hidden_size"], values["num_attention_heads"]
     try:
-        head_dim, rest = divmod(hidden_size, num_heads)
+        head_dim, remainder = divmod(hidden_size, num_heads)
     except (TypeError, ZeroDivisionError):
         return None  # refused with the other numbers
-    if rest:
+    if remainder:
         raise UserError(
             f"{origin}: hidden_size {shorten(hidden_size)} is not a multiple of "
             f"{shorten(num_heads)} heads; add head_dim"
@@ -270,11 +270,11 @@ def read_draft(source: Source) -> Reading:
     return read_weights(source, config, copies=_COPIES, assumed=tuple(assumed), metadata=metadata)
 
 
-def contradiction(source: Source, said: str, found: str) -> UserError:
+def contradiction(source: Source, config_value: str, weights: str) -> UserError:
     """Makes the error for a draft whose config.json contradicts its weights; it names both."""
     return UserError(
-        f"{source.folder}: config.json says {said}, the weights {found}; give the config.json "
-        "that belongs to these weights"
+        f"{source.folder}: config.json says {config_value}, the weights {weights}; give the "
+        "config.json that belongs to these weights"
     )
 
 
@@ -315,11 +315,11 @@ def read_layer(source: Source, *, window: int | None = None) -> tuple[LlamaConfi
     Raises:
       UserError: an unsupported config.json, or one that contradicts the tensors.
     """
-    said, num_layers = source.settings.get("num_hidden_layers"), count_layers(source)
+    stated, num_layers = source.settings.get("num_hidden_layers"), count_layers(source)
     # The original always writes 1, other programs the number of specialists.
-    if said not in (None, 1, num_layers):
-        found = f"hold {num_layers} (or 1 may stand there)"
-        raise contradiction(source, f"num_hidden_layers {shorten(said)}", found)
+    if stated not in (None, 1, num_layers):
+        weights = f"hold {num_layers} (or 1 may stand there)"
+        raise contradiction(source, f"num_hidden_layers {shorten(stated)}", weights)
     # `layer` is one layer; the spans count the specialists.
     values: dict[str, Any] = {**source.settings, "num_hidden_layers": 1}
     values["model_type"] = values.get("model_type") or "llama"
@@ -332,7 +332,7 @@ def read_layer(source: Source, *, window: int | None = None) -> tuple[LlamaConfi
         assumed.append("model_type llama, because config.json has none")
     shown, assumed_biases = _read_biases(source, layer)
     rope = [values, values.get("rope_parameters") or {}]
-    if all(part.get("rope_theta") is None for part in rope):
+    if all(section.get("rope_theta") is None for section in rope):
         assumed.append(f"rope theta {layer.rope.theta:g}, because config.json has none")
     if values.get("rms_norm_eps") is None:
         assumed.append(f"rms_norm_eps {layer.rms_norm_eps:g}, because config.json has none")
@@ -342,16 +342,16 @@ def read_layer(source: Source, *, window: int | None = None) -> tuple[LlamaConfi
 
 def _check_widths(source: Source, layer: LlamaConfig) -> None:
     """Refuses a config.json whose widths differ from the tensors'."""
-    for field, said, key in (
+    for field, stated, key in (
         ("hidden_size", layer.hidden_size, FC),
         ("num_attention_heads times head_dim", layer.num_heads * layer.head_dim, QUERY),
         ("num_key_value_heads times head_dim", layer.num_kv_heads * layer.head_dim, _KEY),
         ("intermediate_size", layer.intermediate_size, _GATE),
         ("vocab_size", layer.vocab_size, DRAFT_EMBEDDING),
     ):
-        if source.shapes.get(key, (said,))[:1] != (said,):
-            found = f"have {source.names[key]} {list(source.shapes[key])}"
-            raise contradiction(source, f"{field} {said}", found)
+        if source.shapes.get(key, (stated,))[:1] != (stated,):
+            weights = f"have {source.names[key]} {list(source.shapes[key])}"
+            raise contradiction(source, f"{field} {stated}", weights)
 
 
 def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], list[str]]:
@@ -360,22 +360,22 @@ def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], l
     for field, (key, spoken_of) in _SHOWN_BY.items():
         shown[field] = key in source.names
         name = next((k for k in spoken_of if source.settings.get(k) is not None), None)
-        said = source.settings[name] if name else getattr(layer, field)
-        found = f"hold {'a' if shown[field] else 'no'} {key}"
-        if said == shown[field]:
+        stated = source.settings[name] if name else getattr(layer, field)
+        weights = f"hold {'a' if shown[field] else 'no'} {key}"
+        if stated == shown[field]:
             continue
         if name:
-            raise contradiction(source, f"{name} {shorten(said)}", found)
-        assumed.append(f"{field} {shown[field]}, because the weights {found}")
+            raise contradiction(source, f"{name} {shorten(stated)}", weights)
+        assumed.append(f"{field} {shown[field]}, because the weights {weights}")
     return shown, assumed
 
 
 def _assume_fc_bias(source: Source) -> list[str]:
     """Says what had to be assumed of the bias of an EAGLE-2 draft's fc."""
-    has_bias, said = FC_BIAS in source.names, source.settings.get("bias")
-    if has_bias == (said in (None, True)):
+    has_bias, stated = FC_BIAS in source.names, source.settings.get("bias")
+    if has_bias == (stated in (None, True)):
         return []
-    says = "has no key bias, which means true" if said is None else f"says bias {shorten(said)}"
+    says = "has no key bias, which means true" if stated is None else f"says bias {shorten(stated)}"
     return [
         f"fc with{'' if has_bias else 'out'} bias, because the weights hold "
         f"{'a' if has_bias else 'no'} {FC_BIAS}, although config.json {says}"

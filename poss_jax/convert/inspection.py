@@ -92,41 +92,45 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
             "or leave out --verify"
         )
     opened = open_source(source, revision, weights=False)
-    found = Inspection(source)
+    inspection = Inspection(source)
     try:
         reading = read_checkpoint(opened)
-        _describe_reading(found, reading)
-        if found.family == "target":
-            found.assumed = opened.check_tokenizer(reading.llama.vocab_size)
+        _describe_reading(inspection, reading)
+        if inspection.family == "target":
+            inspection.assumed = opened.check_tokenizer(reading.llama.vocab_size)
     except UserError as error:
-        found.refused = str(error)
-        _list_unknown(found, opened)
-    _count_weights(found)
+        inspection.refused = str(error)
+        _list_unknown(inspection, opened)
+    _count_weights(inspection)
     if isinstance(opened, GgufSource):
-        found.add("stored as", _count_types(one.type.name for one in opened.gguf.tensors.values()))
-    found.add("tokenizer files", ", ".join(_list_tokenizer_files(found, opened)) or "none")
+        inspection.add(
+            "stored as", _count_types(tensor.type.name for tensor in opened.gguf.tensors.values())
+        )
+    inspection.add(
+        "tokenizer files", ", ".join(_list_tokenizer_files(inspection, opened)) or "none"
+    )
     if opened.revision is not None:
-        found.add("commit", opened.revision)
-    if found.refused is None:
-        found.add("convert with", _command(found, revision))
-    return found
+        inspection.add("commit", opened.revision)
+    if inspection.refused is None:
+        inspection.add("convert with", _command(inspection, revision))
+    return inspection
 
 
-def _list_tokenizer_files(found: Inspection, source: Source) -> list[str]:
+def _list_tokenizer_files(inspection: Inspection, source: Source) -> list[str]:
     """Lists the tokenizer's files; a GGUF file may hold a tokenizer that they cannot be made of."""
     try:
         folder = source.tokenizer_folder
     except UserError as error:
-        found.refused = found.refused or str(error)
+        inspection.refused = inspection.refused or str(error)
         return []
     return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
-def _command(found: Inspection, revision: str | None) -> str:
-    command = f"poss convert {found.family} --source {found.source}"
+def _command(inspection: Inspection, revision: str | None) -> str:
+    command = f"poss convert {inspection.family} --source {inspection.source}"
     command += f" --revision {revision}" if revision else ""
-    command += " --target MODEL_FOLDER" if found.family == "draft" else ""
-    command += " --positions-per-specialist N,N,..." if found.needs else ""
+    command += " --target MODEL_FOLDER" if inspection.family == "draft" else ""
+    command += " --positions-per-specialist N,N,..." if inspection.needs else ""
     return f"{command} --output DIR"
 
 
@@ -134,41 +138,41 @@ def _command(found: Inspection, revision: str | None) -> str:
 # PyTorch checkpoints
 
 
-def _describe_reading(found: Inspection, reading: Reading) -> None:
+def _describe_reading(inspection: Inspection, reading: Reading) -> None:
     config = reading.config
     if isinstance(config, LlamaConfig):
-        found.family = "target"
-        _describe_model(found, config)
+        inspection.family = "target"
+        _describe_model(inspection, config)
     else:
-        found.family, found.assumed = "draft", reading.assumed
+        inspection.family, inspection.assumed = "draft", reading.assumed
         try:
             reading = place_specialists(reading)
-            found.method, found.assumed = reading.draft.method, reading.assumed
-            _describe_model(found, reading.draft)
+            inspection.method, inspection.assumed = reading.draft.method, reading.assumed
+            _describe_model(inspection, reading.draft)
         except UserError as error:
-            found.needs = str(error)
-            found.add("holds", f"a PosS draft of {config.num_specialists} specialists")
-            _describe_layers(found, config.layer)
+            inspection.needs = str(error)
+            inspection.add("holds", f"a PosS draft of {config.num_specialists} specialists")
+            _describe_layers(inspection, config.layer)
         if published := find_published(reading.source):
-            found.add("for the target", PUBLISHED[published[0]].target)
-    found.rows = reading.rows()
+            inspection.add("for the target", PUBLISHED[published[0]].target)
+    inspection.rows = reading.rows()
 
 
-def _list_unknown(found: Inspection, source: Source) -> None:
+def _list_unknown(inspection: Inspection, source: Source) -> None:
     """Shows what can be read of a model that cannot be converted: format, name and weights."""
     with suppress(UserError):
         form, _ = find_format(source)
         if form is not None and form.read is None:
-            found.add("holds", str(form))
+            inspection.add("holds", str(form))
     with suppress(UserError):
-        found.add("config.json says", ", ".join(model_names(source.values)) or "no name")
+        inspection.add("config.json says", ", ".join(model_names(source.values)) or "no name")
     with suppress(UserError):
-        found.rows = [Row(key, "", t.shape, t.dtype) for key, t in source.tensors.items()]
+        inspection.rows = [Row(key, "", t.shape, t.dtype) for key, t in source.tensors.items()]
 
 
-def _count_weights(found: Inspection) -> None:
-    found.add("parameters", f"{found.num_parameters:,}")
-    found.add("types", _count_types(row.dtype for row in found.rows))
+def _count_weights(inspection: Inspection) -> None:
+    inspection.add("parameters", f"{inspection.num_parameters:,}")
+    inspection.add("types", _count_types(row.dtype for row in inspection.rows))
 
 
 def _count_types(types: Iterable[str]) -> str:
@@ -182,36 +186,38 @@ def _count_types(types: Iterable[str]) -> str:
 
 def _inspect_model(folder: AnyPath, *, verify: bool) -> Inspection:
     record = verify_model(folder) if verify else read_record(folder)
-    found = Inspection(str(folder), record.family, record.method)
-    _describe_model(found, record.config, "a model folder: ")
-    found.rows = [
+    inspection = Inspection(str(folder), record.family, record.method)
+    _describe_model(inspection, record.config, "a model folder: ")
+    inspection.rows = [
         Row("/".join((item, *path)), "", array.shape, array.dtype.name)
         for item in record.items
         for path, array in flatten_item(describe_item(folder, record, item)).items()
     ]
     if record.quantised is not None:
-        found.add("quantised", f"{record.quantised}, with a scale per output, except the embedding")
-    _count_weights(found)
-    _describe_record(found, record)
+        inspection.add(
+            "quantised", f"{record.quantised}, with a scale per output, except the embedding"
+        )
+    _count_weights(inspection)
+    _describe_record(inspection, record)
     if verify:
-        found.add("checksums", "all agree")
-    return found
+        inspection.add("checksums", "all agree")
+    return inspection
 
 
-def _describe_record(found: Inspection, record: ModelRecord) -> None:
+def _describe_record(inspection: Inspection, record: ModelRecord) -> None:
     target = record.target
     owner = "target" if record.family == "target" else "for the target"
-    found.add(owner, f"{target.name}, revision {target.revision or 'unknown'}")
-    found.add(
+    inspection.add(owner, f"{target.name}, revision {target.revision or 'unknown'}")
+    inspection.add(
         "its embedding and head", f"{target.embedding_sha256[:12]}, {target.head_sha256[:12]}"
     )
-    found.add("tokenizer", (record.tokenizer_sha256 or "none")[:12])
+    inspection.add("tokenizer", (record.tokenizer_sha256 or "none")[:12])
     if record.draft_vocabulary is not None:
-        found.add("draft vocabulary", f"{len(record.draft_vocabulary)} tokens")
+        inspection.add("draft vocabulary", f"{len(record.draft_vocabulary)} tokens")
     made = record.provenance
-    found.add("made by", " ".join(made.get("command", [])))
+    inspection.add("made by", " ".join(made.get("command", [])))
     versions = made.get("versions", {}).items()
-    found.add("with", ", ".join(f"{name} {version}" for name, version in versions))
+    inspection.add("with", ", ".join(f"{name} {version}" for name, version in versions))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,17 +241,19 @@ def _show_draft(config: DraftConfig) -> str:
     )
 
 
-def _describe_model(found: Inspection, config: LlamaConfig | DraftConfig, kind: str = "") -> None:
+def _describe_model(
+    inspection: Inspection, config: LlamaConfig | DraftConfig, kind: str = ""
+) -> None:
     if isinstance(config, DraftConfig):
-        found.add("holds", f"{kind}{_show_draft(config)}")
-        _describe_layers(found, config.layer)
+        inspection.add("holds", f"{kind}{_show_draft(config)}")
+        _describe_layers(inspection, config.layer)
     else:
-        found.add("holds", f"{kind}a target of {config.num_layers} layers")
-        _describe_layers(found, config)
+        inspection.add("holds", f"{kind}a target of {config.num_layers} layers")
+        _describe_layers(inspection, config)
 
 
-def _describe_layers(found: Inspection, config: LlamaConfig) -> None:
-    found.add(
+def _describe_layers(inspection: Inspection, config: LlamaConfig) -> None:
+    inspection.add(
         "layers",
         f"width {config.hidden_size}, mlp {config.intermediate_size}, {config.num_heads} heads of "
         f"{config.head_dim}, {config.num_kv_heads} for keys and values"
@@ -253,11 +261,11 @@ def _describe_layers(found: Inspection, config: LlamaConfig) -> None:
     )
     rope = config.rope
     scaled = f", factor {rope.factor:g}" if rope.type != "default" else ""
-    found.add(
+    inspection.add(
         "rope",
         f"{rope.type}, theta {rope.theta:g}{scaled}; "
         f"up to {config.max_position_embeddings} positions",
     )
     stops = ", ".join(map(str, config.eos_token_ids)) or "none"
     tied = ", head tied to the embedding" if config.tie_embeddings else ""
-    found.add("vocabulary", f"{config.vocab_size} tokens, stop tokens {stops}{tied}")
+    inspection.add("vocabulary", f"{config.vocab_size} tokens, stop tokens {stops}{tied}")

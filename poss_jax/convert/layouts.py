@@ -307,8 +307,8 @@ def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
     window, mask = draft.config.trained_window, draft.config.mask_token
     wrong = wrong if window is None else [*wrong, f"a sliding window of {window} rows"]
     _refuse(draft, wrong if mask is None else [*wrong, f"mask token {mask}"])
-    own = {"target_hidden_size": draft.config.target_size, "embed_requires_grad": True}
-    own = {key: value for key, value in own.items() if value is not None}
+    fields = {"target_hidden_size": draft.config.target_size, "embed_requires_grad": True}
+    fields = {key: value for key, value in fields.items() if value is not None}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -317,7 +317,7 @@ def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "pad_token_id": 0,
         "draft_vocab_size": _head_size(draft.config),
-        **(own if draft.config.has_embedding else {}),
+        **(fields if draft.config.has_embedding else {}),
         **draft.metadata(),
     }
 
@@ -326,10 +326,10 @@ def _head_size(config: DraftConfig) -> int:
     return config.head_size or config.layer.vocab_size
 
 
-def _other_norms(draft: Outgoing, *known: tuple[str, Any]) -> list[str]:
+def _other_norms(draft: Outgoing, *expected: tuple[str, Any]) -> list[str]:
     """Lists the norms of a draft that are neither the usual ones nor known to a layout."""
-    own = draft.config.other_norms.items()
-    return [f"{field} {value}" for field, value in own if (field, value) not in known]
+    norms = draft.config.other_norms.items()
+    return [f"{field} {value}" for field, value in norms if (field, value) not in expected]
 
 
 def _other_counts(draft: Outgoing) -> list[str]:

@@ -75,13 +75,13 @@ def _name_rows(slots: Mapping[str, Slot]) -> dict[str, Slot]:
     named: dict[str, Slot] = {}
     ends: dict[str, int] = {}
     for key, slot in slots.items():
-        whole = key
-        for joined, part in _FUSED.items():
-            whole = part.sub(joined, whole)
-        if whole != key:
-            start = ends.get(whole, 0)
-            ends[whole] = start + slot.shape[0]
-            key = f"{whole}[{start}:{ends[whole]}]"
+        joined_key = key
+        for joined, pattern in _FUSED.items():
+            joined_key = pattern.sub(joined, joined_key)
+        if joined_key != key:
+            start = ends.get(joined_key, 0)
+            ends[joined_key] = start + slot.shape[0]
+            key = f"{joined_key}[{start}:{ends[joined_key]}]"
         named[key] = slot
     return named
 

@@ -135,7 +135,7 @@ def read_weights(
 
     Args:
       copies: see `Reading`, by plain name, as far as there are such weights.
-      dropped: likewise; these weights are not checked.
+      dropped: weights without a place, as `unused`; they are not checked.
       kind: what the draft is read as, for messages.
       more: the other fields of the reading.
     """
@@ -157,8 +157,8 @@ def check_keys(
     optional: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Compares the names, shapes and types of the weights with what the config describes."""
-    shapes = {**optional, **(wanted := join_rows(slots))}
-    problems = [f"missing {key} {list(wanted[key])}" for key in wanted if key not in tensors]
+    shapes = {**optional, **(expected := join_rows(slots))}
+    problems = [f"missing {key} {list(expected[key])}" for key in expected if key not in tensors]
     for key, tensor in tensors.items():
         where = f"in {tensor.file.name}"
         if key not in shapes:
@@ -283,24 +283,24 @@ def place_specialists(
     Raises:
       UserError: the positions are not known, or are for another number of specialists.
     """
-    known, because = _known(reading)
-    known_spans = known.positions_per_specialist if known else None
+    metadata, because = _known(reading)
+    known_spans = metadata.positions_per_specialist if metadata else None
     spans = _check_spans(reading, positions_per_specialist or known_spans)
     assumed = list(reading.assumed)
-    if known and spans != known_spans:
+    if metadata and spans != known_spans:
         assumed.append(
             f"{list_counts(spans)} positions per specialist as asked, although {because}"
         )
-        known = None
-    elif isinstance(known, Published):
+        metadata = None
+    elif isinstance(metadata, Published):
         assumed.append(f"{list_counts(spans)} positions per specialist, because {because}")
     if trained_depth is None:
         trained_depth, why = sum(spans), "the positions per specialist add up to it"
-        if known:
-            trained_depth, why = known.trained_depth, because
+        if metadata:
+            trained_depth, why = metadata.trained_depth, because
         elif len(spans) == 1:
             trained_depth, why = 1, "a single layer does not say; give --trained-depth (HASS: 3)"
-        if not isinstance(known, DraftMetadata):
+        if not isinstance(metadata, DraftMetadata):
             assumed.append(f"trained depth {trained_depth}, because {why}")
     config = change_config(
         reading.draft,
@@ -314,14 +314,14 @@ def place_specialists(
 def _known(reading: Reading) -> tuple[DraftMetadata | Published | None, str]:
     """Finds what is known without asking the user, and says how."""
     if reading.metadata is not None:
-        known, says = reading.metadata, "config.json says"
-    elif (found := find_published(reading.source)) is not None:
-        hub_id, told_by = found
-        known, says = PUBLISHED[hub_id], f"{told_by} matches {hub_id}, published with"
+        metadata, says = reading.metadata, "config.json says"
+    elif (published := find_published(reading.source)) is not None:
+        hub_id, told_by = published
+        metadata, says = PUBLISHED[hub_id], f"{told_by} matches {hub_id}, published with"
     else:
         return None, ""
-    spans = list_counts(known.positions_per_specialist)
-    return known, f"{says} {spans}, trained depth {known.trained_depth}"
+    spans = list_counts(metadata.positions_per_specialist)
+    return metadata, f"{says} {spans}, trained depth {metadata.trained_depth}"
 
 
 def _check_spans(reading: Reading, spans: tuple[int, ...] | None) -> tuple[int, ...]:

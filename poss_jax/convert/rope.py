@@ -46,9 +46,9 @@ def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str,
     if kind == "yarn":
         settings = {_TRAINED: longest} | settings  # as transformers
     if not isinstance(kind, str) or kind not in _KEYS:
-        known = ", ".join(_KEYS)
+        kinds = ", ".join(_KEYS)
         raise UserError(
-            f"{origin}: rope type: want one of {known}, got {shorten(kind)}; other types are not "
+            f"{origin}: rope type: want one of {kinds}, got {shorten(kind)}; other types are not "
             "supported"
         )
     unknown = settings.keys() - _ALWAYS - _OPTIONAL.get(kind, set())
@@ -108,10 +108,10 @@ def _join_spellings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Joins rope_theta and rope_scaling (transformers 4) with rope_parameters (5)."""
     joined: dict[str, Any] = {}
     top = {key: values.get(key) for key in ("rope_theta", _TRAINED)}
-    for part in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
-        if not isinstance(part, dict):
-            raise UserError(f"{origin}: rope settings: want an object, got {shorten(part)}")
-        for key, value in part.items():
+    for section in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
+        if not isinstance(section, dict):
+            raise UserError(f"{origin}: rope settings: want an object, got {shorten(section)}")
+        for key, value in section.items():
             name = "type" if key == "rope_type" else key
             if name == "type" and isinstance(value, str):
                 value = _OLD_NAMES.get(value, value)

@@ -115,8 +115,8 @@ class Source:
         headers = _fetch_headers(self) if self.revision else None
         if headers is not None:
             return headers
-        whole = open_source(self.name, self.revision) if self.revision else self
-        return open_tensors(whole.folder, verify=False)
+        source = open_source(self.name, self.revision) if self.revision else self
+        return open_tensors(source.folder, verify=False)
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -189,8 +189,8 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
         )
     snapshot = _fetch_snapshot(source, revision, _PATTERNS if weights else _SMALL_PATTERNS)
     if weights:
-        found = _find_weights(snapshot)
-        if found is None or found.name.startswith(_WEIGHT_FILES[1]):  # its index may be there
+        file = _find_weights(snapshot)
+        if file is None or file.name.startswith(_WEIGHT_FILES[1]):  # its index may be there
             snapshot = _fetch_snapshot(source, revision, (*_PATTERNS, _BIN_PATTERN))
         _verify(snapshot, _SMALL_FILES)
     return Source(source, snapshot.name, snapshot, weights)
@@ -235,8 +235,8 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
     """
     weights = _find_weights(folder)
     if weights is None:
-        wanted = " or ".join(_WEIGHT_FILES)
-        raise UserError(f"{folder} holds no weights; want {wanted}, or their .index.json")
+        names = " or ".join(_WEIGHT_FILES)
+        raise UserError(f"{folder} holds no weights; want {names}, or their .index.json")
     check_own_file(weights)
     shards = _read_index(weights) if weights.suffix == ".json" else {}
     files = sorted(set(shards.values())) or [weights.name]
@@ -244,9 +244,9 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
         check_own_file(folder / name)
     compared = _verify(folder, dict.fromkeys([weights.name, *files])) if verify else set(files)
     tensors = [
-        one for name in files for one in _read_file(folder / name, check=name not in compared)
+        item for name in files for item in _read_file(folder / name, check=name not in compared)
     ]
-    wrong = sorted({(key, one.file.name) for key, one in tensors} ^ set(shards.items()))
+    wrong = sorted({(key, item.file.name) for key, item in tensors} ^ set(shards.items()))
     if shards and wrong:
         listed = ", ".join(f"{key} in {file}" for key, file in wrong[:20])
         raise UserError(f"{weights} and its shards disagree about {listed}; fetch the files again")
@@ -346,7 +346,7 @@ def _fetch_headers(source: Source) -> dict[str, LazyTensor] | None:
     if constants.HF_HUB_OFFLINE:
         return None
     try:
-        found = huggingface_hub.get_safetensors_metadata(source.name, revision=source.revision)
+        metadata = huggingface_hub.get_safetensors_metadata(source.name, revision=source.revision)
     except errors.NotASafetensorsRepoError:
         return None
     except Exception as error:  # as in _fetch_snapshot
@@ -358,7 +358,7 @@ def _fetch_headers(source: Source) -> dict[str, LazyTensor] | None:
             _DTYPES.get(info.dtype, info.dtype),
             _not_fetched,
         )
-        for file, header in found.files_metadata.items()
+        for file, header in metadata.files_metadata.items()
         for key, info in header.tensors.items()
     }
 

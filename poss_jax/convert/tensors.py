@@ -40,9 +40,9 @@ def cut_tensors(tensors: Mapping[str, LazyTensor], keys: Iterable[str]) -> dict[
     for key in keys:
         name, rows = split_rows(key)
         if rows is not None:
-            whole = tensors[name]
+            tensor = tensors[name]
             cut.pop(name, None)
-            shape = (rows.stop - rows.start, *whole.shape[1:])
-            read = partial(lambda whole, rows: whole.read()[rows], whole, rows)
-            cut[key] = replace(whole, shape=shape, read=read)
+            shape = (rows.stop - rows.start, *tensor.shape[1:])
+            read = partial(lambda tensor, rows: tensor.read()[rows], tensor, rows)
+            cut[key] = replace(tensor, shape=shape, read=read)
     return cut

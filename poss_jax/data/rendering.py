@@ -52,8 +52,8 @@ def render_chat(
     is_asking: bool,
 ) -> str:
     """Renders a whole chat (see `render_steps`)."""
-    given: Any = {"template": template, "tools": tools, "variables": variables}
-    return render_steps(tokenizer, messages, [Step(len(messages), is_asking)], **given)[0].text
+    settings: Any = {"template": template, "tools": tools, "variables": variables}
+    return render_steps(tokenizer, messages, [Step(len(messages), is_asking)], **settings)[0].text
 
 
 def render_steps(
@@ -79,8 +79,8 @@ def render_steps(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     # As transformers, without keys that have no value.
-    chat = [{k: one[k] for k in one if one[k] is not None} for one in messages]
-    parts, before = list[Part](), ""
+    chat = [{k: message[k] for k in message if message[k] is not None} for message in messages]
+    parts, previous = list[Part](), ""
     try:
         chosen = tokenizer.get_chat_template(template, tools)
         settings = dict(variables) | tokenizer.special_tokens_map
@@ -89,8 +89,8 @@ def render_steps(
             settings["add_generation_prompt"] = is_asking
             (text,), _ = render_jinja_template(conversations=[chat[:end]], **settings)
             text.encode()
-            parts.append(_difference(before, text))
-            before = text
+            parts.append(_difference(previous, text))
+            previous = text
     except UnicodeEncodeError as error:
         raise RenderError(f"want text as UTF-8, got half a character ({error.reason})") from error
     except (TemplateError, ValueError) as error:
@@ -102,15 +102,15 @@ def render_steps(
 
 def join_parts(parts: Sequence[Part]) -> list[str]:
     """Whole texts of parts, the first of which shares nothing."""
-    texts = accumulate(parts, lambda text, part: text[: part.shared] + part.text, initial="")
+    texts = accumulate(parts, lambda text, piece: text[: piece.shared] + piece.text, initial="")
     return [*texts][1:]
 
 
-def _difference(before: str, text: str) -> Part:
+def _difference(previous: str, text: str) -> Part:
     """Compares a text with the one before, by halves."""
-    least, most = 0, min(len(before), len(text))
-    while least < most:
-        middle = (least + most + 1) // 2
-        is_same = before[least:middle] == text[least:middle]
-        least, most = (middle, most) if is_same else (least, middle - 1)
-    return Part(least, text[least:])
+    low, high = 0, min(len(previous), len(text))
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_same = previous[low:middle] == text[low:middle]
+        low, high = (middle, high) if is_same else (low, middle - 1)
+    return Part(low, text[low:])

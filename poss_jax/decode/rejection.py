@@ -31,7 +31,7 @@ from flax import struct
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode.drafting import ChildrenFn, Level, draft
 from poss_jax.decode.sampling import History, Sampling, process_logits
-from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
+from poss_jax.decode.state import DecodeState, StaticShape, Weights
 from poss_jax.decode.tree import Tree, select
 from poss_jax.model.ranking import choose
 from poss_jax.model.ranking import top_k as best_of
@@ -111,7 +111,7 @@ class DrawnTree(Tree):
 
 def draw_tree(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     state: DecodeState,
     sampling: Sampling,
     history: History,

@@ -170,8 +170,8 @@ def shift_logits(
 
         def barred(scores: Array) -> Array:
             is_end = of_vocabulary(_mark(ids, vocab_size))
-            least = jnp.minimum(scores, _BARRED)  # what a grammar forbids stays so
-            return jnp.where(is_short[:, :, None] & is_end[:, None], least, scores)
+            lowered = jnp.minimum(scores, _BARRED)  # what a grammar forbids stays so
+            return jnp.where(is_short[:, :, None] & is_end[:, None], lowered, scores)
 
         scores = _where_any(is_short, barred, scores)
     return scores / jnp.where(_is_sampled(sampling), sampling.temperature, 1.0)[:, None, None]

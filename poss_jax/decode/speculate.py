@@ -17,12 +17,12 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
 from poss_jax.decode.sampling import History, draw, draw_noise, forbid, shift_logits, unpack
 from poss_jax.decode.state import (
-    DecodeConfig,
     DecodeState,
     DraftState,
     Logprobs,
     Output,
     Request,
+    StaticShape,
     Weights,
 )
 from poss_jax.decode.tree import Candidates, Tree, root_tree, select
@@ -36,7 +36,7 @@ from poss_jax.shapes import Array, Bool, Float, Int, UInt
 
 def start(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     allowed: UInt[Array, "B words"] | None = None,
 ) -> DecodeState:
@@ -46,7 +46,7 @@ def start(
 
 def first_state(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     out: targets.Prefilled,
     allowed: UInt[Array, "B words"] | None = None,
@@ -69,7 +69,7 @@ def first_state(
             num_accepted=jnp.zeros((B, config.rows), jnp.int32),
             num_offered=jnp.zeros((B, config.rows), jnp.int32),
             num_rounds=jnp.zeros(B, jnp.int32),
-            is_done=_is_stop(root[:, None], request)[:, 0] | (request.limits == 1),
+            is_done=_is_stop(root[:, None], request)[:, 0] | (request.max_new_tokens == 1),
             logprobs=_first_logprobs(config, out.logits, root),
         ),
     )
@@ -81,7 +81,7 @@ def first_state(
     return state.replace(draft=draft)
 
 
-def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.Prefilled:
+def prefill(weights: Weights, config: StaticShape, request: Request) -> targets.Prefilled:
     """The target's pass over the prompts; fills the draft's cache with all pairs but the last.
 
     The last pair of a prompt needs the first chosen token.
@@ -92,12 +92,12 @@ def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets
     return targets.end_prefill(weights.target, state, request.lengths)
 
 
-def begin_prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.Prefill:
+def begin_prefill(weights: Weights, config: StaticShape, request: Request) -> targets.Prefill:
     """Makes empty caches for target and draft."""
     make_cache = partial(
         init_cache,
         size=config.rows,
-        rope_length=request.lengths + request.limits,
+        rope_length=request.lengths + request.max_new_tokens,
         dtype=targets.compute_dtype(weights.target),
     )
     draft = config.draft
@@ -113,7 +113,7 @@ def begin_prefill(weights: Weights, config: DecodeConfig, request: Request) -> t
 @jax.named_scope("prefill")
 def run_chunks(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     prefill: targets.Prefill,
     chunks: tuple[Array | int, Array | int],
@@ -144,7 +144,7 @@ def run_chunks(
 
 
 def run_round(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+    weights: Weights, config: StaticShape, request: Request, state: DecodeState
 ) -> DecodeState:
     """Drafts, verifies, accepts and commits once; finished sequences stay unchanged."""
     noise = round_noise(config, request, state)
@@ -154,7 +154,7 @@ def run_round(
 
 def finish_round(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
     tree: Tree,
@@ -172,7 +172,7 @@ def finish_round(
 
 
 def round_noise(
-    config: DecodeConfig, request: Request, state: DecodeState
+    config: StaticShape, request: Request, state: DecodeState
 ) -> Float[Array, "B positions V"] | None:
     """Noise of every position a round can choose a token for; None decodes greedily."""
     if request.sampling is None:
@@ -188,7 +188,7 @@ def round_noise(
 
 def draft_tree(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
     noise: Float[Array, "B positions V"] | None,
@@ -209,7 +209,7 @@ def draft_tree(
 
 def draft_candidates(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
     noise: Float[Array, "B positions V"] | None,
@@ -239,19 +239,19 @@ def draft_candidates(
 
 
 def _allow(
-    weights: Weights, config: DecodeConfig, allowed: UInt[Array, "B words"] | None
+    weights: Weights, config: StaticShape, allowed: UInt[Array, "B words"] | None
 ) -> Callable[[drafting.ChildrenFn], drafting.ChildrenFn]:
     """Changes how children are chosen: those of the root are tokens that a grammar allows."""
     if allowed is None:
         return lambda children: children
-    vocabulary, own = weights.draft["vocabulary"], unpack(allowed, config.target.vocab_size)
-    own = own if vocabulary is None else own[:, vocabulary]
-    return lambda children: partial(drafting.allowed_children, children=children, allowed=own)
+    vocabulary, mask = weights.draft["vocabulary"], unpack(allowed, config.target.vocab_size)
+    mask = mask if vocabulary is None else mask[:, vocabulary]
+    return lambda children: partial(drafting.allowed_children, children=children, allowed=mask)
 
 
 @jax.named_scope("verify")
 def verify_tree(
-    weights: Weights, config: DecodeConfig, state: DecodeState, tree: Tree
+    weights: Weights, config: StaticShape, state: DecodeState, tree: Tree
 ) -> targets.Verified:
     """Runs the target's one pass over the tree."""
     return targets.verify(
@@ -295,7 +295,7 @@ def _drop_drafts(tree: Tree, request: Request) -> Tree:
 @jax.named_scope("commit")
 def commit(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
     out: targets.Verified,
@@ -325,13 +325,13 @@ def commit(
     return state.replace(draft=draft)
 
 
-def generate(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+def generate(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
     """Decodes until every sequence is done, without the host in between."""
     return run_rounds(weights, config, request, start(weights, config, request))
 
 
 def run_rounds(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+    weights: Weights, config: StaticShape, request: Request, state: DecodeState
 ) -> DecodeState:
     """Runs rounds until every sequence is done."""
     return lax.while_loop(
@@ -351,7 +351,7 @@ def _write_output(
     num_emitted = acceptance.num_accepted + 1
     is_end = _is_stop(emitted, request) & (column < num_emitted[:, None])
     until_stop = jnp.where(is_end, column + 1, emitted.shape[1]).min(axis=1)
-    remaining = request.limits - output.num_tokens
+    remaining = request.max_new_tokens - output.num_tokens
     num_written = jnp.minimum(jnp.minimum(num_emitted, until_stop), remaining)
     active = ~output.is_done
     num_tokens = output.num_tokens + jnp.where(active, num_written, 0)
@@ -367,13 +367,13 @@ def _write_output(
         num_accepted=recorded(output.num_accepted, acceptance.num_accepted),
         num_offered=recorded(output.num_offered, acceptance.num_offered),
         num_rounds=output.num_rounds + active.astype(jnp.int32),
-        is_done=output.is_done | is_end.any(axis=1) | (num_tokens >= request.limits),
+        is_done=output.is_done | is_end.any(axis=1) | (num_tokens >= request.max_new_tokens),
         logprobs=_write_logprobs(output.logprobs, logprobs, output.num_tokens),
     )
 
 
 def token_logprobs(
-    config: DecodeConfig, logits: Float[Array, "B A V"], tokens: Int[Array, "B A"]
+    config: StaticShape, logits: Float[Array, "B A V"], tokens: Int[Array, "B A"]
 ) -> Logprobs:
     """Log-probabilities of chosen tokens and of the most likely ones."""
     logits = logits.astype(jnp.float32)
@@ -384,7 +384,7 @@ def token_logprobs(
 
 
 def _first_logprobs(
-    config: DecodeConfig, logits: Float[Array, "B V"], root: Int[Array, " B"]
+    config: StaticShape, logits: Float[Array, "B V"], root: Int[Array, " B"]
 ) -> Logprobs | None:
     """Allocates the sequences' log-probabilities and writes the first token's."""
     if not config.num_logprobs:
@@ -398,7 +398,7 @@ def _first_logprobs(
 
 
 def _path_logprobs(
-    config: DecodeConfig, logits: Float[Array, "B M V"], acceptance: Acceptance
+    config: StaticShape, logits: Float[Array, "B M V"], acceptance: Acceptance
 ) -> Logprobs | None:
     """Log-probabilities of the tokens that a round emitted."""
     if not config.num_logprobs:
@@ -416,7 +416,7 @@ def _write_logprobs(
     return jax.tree.map(lambda old, rows: write_rows(old, rows, start, axis=1), stored, new)
 
 
-def _choose_first(config: DecodeConfig, request: Request, logits: Array) -> Int[Array, " B"]:
+def _choose_first(config: StaticShape, request: Request, logits: Array) -> Int[Array, " B"]:
     """The token after the prompt."""
     if request.sampling is None:
         return choose(logits)

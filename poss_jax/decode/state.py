@@ -12,7 +12,7 @@ from poss_jax.model.cache import KVCache
 from poss_jax.shapes import Array, Params
 
 
-class DecodeConfig(NamedTuple):
+class StaticShape(NamedTuple):
     """Static settings of decoding.
 
     Attributes:
@@ -76,7 +76,7 @@ class Request(struct.PyTreeNode):
     Attributes:
       tokens: prompts, padded on the right.
       lengths: tokens of each prompt, at least 1.
-      limits: most new tokens, at least 1.
+      max_new_tokens: most new tokens, at least 1.
       stop_ids: tokens that end each sequence, -1 is none; one row serves all sequences.
       sampling: how tokens are chosen; None is the argmax of the target's logits.
       output_starts: position from which a prompt's tokens count as output (of a continued
@@ -86,7 +86,7 @@ class Request(struct.PyTreeNode):
 
     tokens: Array  # [B P] int32
     lengths: Array  # [B] int32
-    limits: Array  # [B] int32
+    max_new_tokens: Array  # [B] int32
     stop_ids: Array  # [B num_stop] int32
     sampling: Sampling | None = None
     output_starts: Array | None = None  # [B] int32

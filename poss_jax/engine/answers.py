@@ -1,7 +1,7 @@
 """Answers: whole from a finished batch, or growing round by round.
 
 a batch:   Output (device) ─► Generation
-a stream:  Rounds (device, packed) ─► Round ─► Chunk, with its text; the last holds the Generation
+a stream:  PackedRounds (device) ─► Round ─► Chunk, with its text; the last holds the Generation
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from poss_jax.engine.prompts import Guide, PreparedPrompt
+from poss_jax.engine.prompts import GrammarState, PreparedPrompt
 from poss_jax.engine.text import Piece, TextStream, decode_behind, find_anchor
 
 StopReason = Literal["stop", "length", "cancelled"]
@@ -179,7 +179,7 @@ class LiveAnswer:
         self, prompt: PreparedPrompt, stop_ids: Sequence[int], tokenizer: Any, stop: Sequence[str]
     ) -> None:
         """Begins an answer; `stop` are strings that end it, as `stop_ids` do."""
-        self.guide: Guide | None = prompt.guide and prompt.guide.copy()
+        self.guide: GrammarState | None = prompt.guide and prompt.guide.copy()
         self._prompt, self._stop_ids = prompt.ids, stop_ids
         self._least = prompt.sampling.min_tokens - prompt.num_continued
         self._stream = begin_text(prompt, tokenizer, stop)
@@ -200,9 +200,9 @@ class LiveAnswer:
         pieces, num_kept = self._push(tokens, depths, is_last=new.is_done)
         is_cut = num_kept < len(tokens)  # as at a stop token, nothing beyond counts
         if new.num_accepted is not None and new.num_offered is not None:
-            most = num_kept if is_cut else len(tokens) + new.num_offered
-            self._accepted.append(min(new.num_accepted, most))
-            self._offered.append(min(new.num_offered, most))
+            num_counted = num_kept if is_cut else len(tokens) + new.num_offered
+            self._accepted.append(min(new.num_accepted, num_counted))
+            self._offered.append(min(new.num_offered, num_counted))
         if self.guide is not None:
             self.guide.advance(tokens[:num_kept])
         self._ids += tokens[:num_kept]

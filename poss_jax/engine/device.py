@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.models import LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError
-from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.model.parameters import flatten_item, item_shapes, place_weights
 from poss_jax.model.quantise import weight_path
 from poss_jax.model.sharding import bytes_per_device, dividing_axes
@@ -39,7 +39,7 @@ def prefill_chunks() -> tuple[int, int]:
     return CPU_CHUNKS if jax.default_backend() == "cpu" else ACCELERATOR_CHUNKS
 
 
-def with_rows(config: DecodeConfig, length: int, *, max_length: int) -> DecodeConfig:
+def with_rows(config: StaticShape, length: int, *, max_length: int) -> StaticShape:
     """Sets the number of rows: length plus margin, rounded up to a power of two, capped.
 
     Rounding lets a handful of programs serve all lengths.
@@ -47,7 +47,7 @@ def with_rows(config: DecodeConfig, length: int, *, max_length: int) -> DecodeCo
     Args:
       config: static settings of decoding; its `rows` are replaced.
       length: most tokens of prompt and answer together.
-      max_length: longest text the engine accepts; caps the rows.
+      max_length: longest sequence the engine accepts; caps the rows.
     """
     rows = max(_LEAST_ROWS, config.chunk, 1 << (length - 1).bit_length())
     rows = min(rows, _round_up(max_length, config.chunk)) + _round_up(config.margin, 128)
@@ -58,18 +58,18 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def check_length(max_length: int | None, most: int) -> int:
+def check_length(max_length: int | None, max_supported: int) -> int:
     """Returns the most tokens of prompt and answer together, and warns if the target has fewer."""
     if max_length is not None and max_length < 2:
         raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {max_length}")
-    if max_length is not None and max_length > most:
+    if max_length is not None and max_length > max_supported:
         _LOG.warning(
             "max_length %d is more than the %d tokens that the target was made for; what comes "
             "after them may be nonsense",
             max_length,
-            most,
+            max_supported,
         )
-    return most if max_length is None else max_length
+    return max_supported if max_length is None else max_length
 
 
 def device_memory() -> int | None:
@@ -99,9 +99,9 @@ def check_weights(
     for name, item in item_shapes(record.config, is_quantised=is_quantised).items():
         for inner, shape in flatten_item(item).items():
             path = "/".join((name, *inner))
-            part = place_weights(mesh)(path, shape).shard_shape(shape) if mesh else shape
+            shard = place_weights(mesh)(path, shape).shard_shape(shape) if mesh else shape
             sizes = {"values": 1, "scale": 4} if weight_path(path) != path else {}
-            needed += math.prod(part) * sizes.get(inner[-1], jnp.dtype(dtype).itemsize)
+            needed += math.prod(shard) * sizes.get(inner[-1], jnp.dtype(dtype).itemsize)
     available = device_memory()
     if available is not None and needed > available:
         raise UserError(
@@ -111,7 +111,7 @@ def check_weights(
         )
 
 
-def check_memory(weights: Weights, config: DecodeConfig, *, batch_size: int) -> None:
+def check_memory(weights: Weights, config: StaticShape, *, batch_size: int) -> None:
     """Refuses a batch that cannot fit in memory.
 
     Raises:
@@ -127,7 +127,7 @@ def check_memory(weights: Weights, config: DecodeConfig, *, batch_size: int) -> 
         )
 
 
-def _why_whole(config: DecodeConfig) -> str:
+def _why_whole(config: StaticShape) -> str:
     """Ends the message if every device of a mesh holds the whole cache; else ""."""
     heads, mesh = config.target.num_kv_heads, config.mesh
     if mesh is None or heads % mesh.shape["tensor"] == 0:
@@ -138,7 +138,7 @@ def _why_whole(config: DecodeConfig) -> str:
     )
 
 
-def least_bytes(weights: Weights, config: DecodeConfig, *, batch_size: int) -> int:
+def least_bytes(weights: Weights, config: StaticShape, *, batch_size: int) -> int:
     """Counts the bytes a device holds: weights, caches, the output, the logits of a round."""
     arrays = {id(leaf): bytes_per_device(leaf) for leaf in jax.tree.leaves(weights)}  # once each
     num_nodes = config.tree.num_nodes if config.draft else 1
@@ -150,7 +150,7 @@ def least_bytes(weights: Weights, config: DecodeConfig, *, batch_size: int) -> i
     return sum(arrays.values()) + batch_size * each
 
 
-def cache_bytes(weights: Weights, config: DecodeConfig) -> int:
+def cache_bytes(weights: Weights, config: StaticShape) -> int:
     """Counts the bytes of keys and values per sequence on one device."""
     per_row = config.target.num_layers * _pair(config.target, config.mesh)
     if config.draft is not None:

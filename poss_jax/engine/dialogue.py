@@ -41,8 +41,8 @@ class Dialogue:
     """A conversation under way: the target answers its turns, and each answer joins it.
 
     Attributes:
-      left: turns that are not answered yet: a user's message each; or, outside of conversations,
-        the one prompt of a record.
+      remaining: turns that are not answered yet: a user's message each; or, outside of
+        conversations, the one prompt of a record.
       max_new_tokens: most new tokens of each answer.
       sampling: how tokens are chosen. The answers share its seed; they start at different positions
         of the text, so the draws differ.
@@ -54,7 +54,7 @@ class Dialogue:
       most_tokens: most tokens of all prompts and answers together; set by `check`.
     """
 
-    left: Sequence[Prompt | Message]
+    remaining: Sequence[Prompt | Message]
     max_new_tokens: int
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     messages: Sequence[Message] = ()
@@ -70,27 +70,27 @@ class Dialogue:
         Raises:
           UserError: what `Engine.prepare` refuses, even if all answers before it are empty.
         """
-        self.prompt = whole = self._prepare(engine, self.messages, self.left[0])
-        *before, last = self.left
-        if before:
+        self.prompt = last_prompt = self._prepare(engine, self.messages, self.remaining[0])
+        *earlier, last = self.remaining
+        if earlier:
             empty = {"role": "assistant", "content": ""}
-            asked = [message for turn in before for message in (turn, empty)]
-            whole = self._prepare(engine, [*self.messages, *asked], last)  # type: ignore[list-item]
-        most = len(whole.ids) + len(self.left) * self.max_new_tokens
-        self.most_tokens = min(most, engine.max_length)
+            asked = [message for turn in earlier for message in (turn, empty)]
+            last_prompt = self._prepare(engine, [*self.messages, *asked], last)  # type: ignore[list-item]
+        max_new = len(last_prompt.ids) + len(self.remaining) * self.max_new_tokens
+        self.most_tokens = min(max_new, engine.max_length)
 
     def ask(self, engine: Engine) -> bool:
         """Prepares the next prompt; False if all turns are answered or the conversation ended."""
-        if self.left and self.prompt is None and not self.ended:
+        if self.remaining and self.prompt is None and not self.ended:
             try:
-                self.prompt = self._prepare(engine, self.messages, self.left[0])
+                self.prompt = self._prepare(engine, self.messages, self.remaining[0])
             except UserError as error:
                 self.ended, self.is_too_long = str(error), isinstance(error, PromptTooLong)
         return self.prompt is not None
 
     def take(self, answer: Generation, fields: dict[str, Any] | None = None) -> None:
         """Adds the answer to the conversation, with other fields of its message."""
-        turn, self.left = self.left[0], self.left[1:]
+        turn, self.remaining = self.remaining[0], self.remaining[1:]
         if isinstance(turn, dict):
             answered = {"role": "assistant", "content": answer.text or "", **(fields or {})}
             self.messages = [*self.messages, turn, answered]
@@ -164,9 +164,9 @@ def check_record(record: dict[str, Any], where: str) -> dict[str, Any]:
     """
     keys = [key for key in PROMPT_KEYS if key in record]
     if len(keys) != 1 or not _is_prompt(keys[0], record[keys[0]]):
-        known = ", ".join(f"{key} ({kind})" for key, kind in PROMPT_KEYS.items())
+        kinds = ", ".join(f"{key} ({kind})" for key, kind in PROMPT_KEYS.items())
         got = json.dumps({key: record[key] for key in keys} or list(record), default=str)
-        raise UserError(f"{where}: want exactly one of {known}, not empty; got {got[:80]}")
+        raise UserError(f"{where}: want exactly one of {kinds}, not empty; got {got[:80]}")
     return record
 
 
@@ -184,12 +184,12 @@ def read_dialogues(
     dialogues = []
     for index, record in enumerate(records):
         where = f"prompt {index + 1} of {len(records)}: sampling"
-        own = record.get("sampling", {})
-        if not isinstance(own, dict):
+        overrides = record.get("sampling", {})
+        if not isinstance(overrides, dict):
             raise UserError(
-                f"{where}: want settings such as {{'temperature': 1}}, got {shorten(own)}"
+                f"{where}: want settings such as {{'temperature': 1}}, got {shorten(overrides)}"
             )
-        values = asdict(with_seed(sampling, index)) | own
+        values = asdict(with_seed(sampling, index)) | overrides
         settings = build_config(SamplingConfig, values, origin=where)
         dialogues.append(Dialogue(_turns(record), max_new_tokens, settings))
     return dialogues

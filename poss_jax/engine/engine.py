@@ -28,7 +28,7 @@ from poss_jax.config.models import DraftConfig, Drafting, MeshConfig, Quantisati
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.data.tokenizer import load_tokenizer, special_ids
-from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
+from poss_jax.decode.state import Output, Request, StaticShape, Weights
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, read_answer
 from poss_jax.engine.device import (
     check_length,
@@ -72,9 +72,9 @@ class Engine:
       draft_config: shape of the draft; None decodes autoregressively.
       weights: parameters of both, on the device, fused for decoding.
       trees: size of the draft tree per batch size, clamped to what can be drafted.
-      drafting: how the draft proposes tokens to sampled texts.
+      drafting: how the draft proposes tokens when sampling.
       tokenizer: the target's tokenizer; None if the model folder has none (token ids still work).
-      stop_ids: tokens that end a text.
+      stop_ids: tokens that end an answer.
       max_length: most tokens of prompt and answer together.
       mesh: grid of devices; None is one device.
       recommended: how the target's authors recommend to sample from it; the calls below are greedy
@@ -151,7 +151,7 @@ class Engine:
             `trees.default_trees`.
           dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
           max_length: most tokens of prompt and answer; None: what the target was made for.
-          drafting: how the draft proposes tokens to sampled texts: `coupled` and `argmax` leave
+          drafting: how the draft proposes tokens when sampling: `coupled` and `argmax` leave
             the output as it is, `sampled` in distribution only (see `DecodingConfig`).
           allow_target_mismatch: use a draft made for other weights of the same shape.
           draft_vocabulary: file of the tokens that the draft may propose (see `poss draft-vocab`);
@@ -227,25 +227,25 @@ class Engine:
           params: parameters of the draft.
           tuned: trees tuned for it, used unless this engine was given others.
         """
-        other = copy(self)
-        other.draft_config = record.draft
-        other._own_draft = fuse_own(params, record, self.record.quantised, self.mesh)
-        other.weights = join_weights(self.weights.target, other._own_draft, self.mesh)
-        other.trees = choose_trees(self._given_trees or tuned, other.weights.draft)
-        return other
+        engine = copy(self)
+        engine.draft_config = record.draft
+        engine._own_draft = fuse_own(params, record, self.record.quantised, self.mesh)
+        engine.weights = join_weights(self.weights.target, engine._own_draft, self.mesh)
+        engine.trees = choose_trees(self._given_trees or tuned, engine.weights.draft)
+        return engine
 
     def with_tree(self, tree: TreeConfig | Trees, *, drafting: Drafting | None = None) -> "Engine":
-        """Returns an engine of the same models with another tree; None keeps the way to draft."""
-        other = copy(self)
-        other._given_trees = tree
-        other.trees = choose_trees(tree, self.weights.draft)
-        other.drafting = drafting or self.drafting
-        return other
+        """Returns an engine of the same models with another tree; None keeps `drafting`."""
+        engine = copy(self)
+        engine._given_trees = tree
+        engine.trees = choose_trees(tree, self.weights.draft)
+        engine.drafting = drafting or self.drafting
+        return engine
 
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters; nothing is compiled again.
 
-        The draft keeps its parameters and uses the new embedding and head. A text that is being
+        The draft keeps its parameters and uses the new embedding and head. A request that is being
         streamed ends with the old target, and engines that share it (`with_draft`, `with_tree`)
         keep it. Old and new parameters are both held until this returns, and no array of `params`
         is kept, so a trainer may donate them.
@@ -281,7 +281,7 @@ class Engine:
           batch_size: number of prompts decoded together.
           sampling: how tokens are chosen, for all prompts (the first gets its seed, the others
             seeds derived from it and their index) or one per prompt; None is greedy.
-          stop: strings that end a text; they are not part of it.
+          stop: strings that end an answer; they are not part of it.
 
         Raises:
           UserError: a prompt is empty, too long, or holds ids outside the vocabulary; stop strings
@@ -293,8 +293,8 @@ class Engine:
             raise UserError(f"batch_size: want at least 1, got {batch_size}")
         settings = sampling_per_prompt(sampling, len(prompts))
         prepared = [
-            self.prepare(prompt, max_new_tokens, one)
-            for prompt, one in zip(prompts, settings, strict=True)
+            self.prepare(prompt, max_new_tokens, setting)
+            for prompt, setting in zip(prompts, settings, strict=True)
         ]
         self.check_stop(stop, max_new_tokens)
         return self.decode(prepared, batch_size=batch_size, stop=stop)
@@ -334,13 +334,13 @@ class Engine:
         grammar: Constraint | None = None,
         drafts: bool = True,
     ) -> PreparedPrompt:
-        """Tokenises a prompt and checks it, its settings and its limit: nobody does so again.
+        """Tokenises a prompt and checks it, its settings and limit; later code trusts the result.
 
         Args:
           prompt: text, token ids or chat messages.
           max_new_tokens: most new tokens.
           sampling: how tokens are chosen; None is greedy.
-          shortens: lower `max_new_tokens` to the room that the prompt leaves.
+          shortens: lower `max_new_tokens` to the capacity that the prompt leaves.
           max_length: most tokens of prompt and answer together, at most the engine's; None: that.
           stop_ids: tokens that end the answer; None: the engine's.
           num_continued: tokens at the end of the prompt that already belong to the answer.
@@ -355,8 +355,8 @@ class Engine:
             not match, or (`PromptTooLong`) prompt and answer longer than `max_length`.
         """
         sampling, ids = sampling or SamplingConfig(), self.encode(prompt)
-        most = max_length or self.max_length
-        limit = limit_answer(len(ids), max_new_tokens, most, shortens=shortens)
+        longest = max_length or self.max_length
+        limit = limit_answer(len(ids), max_new_tokens, longest, shortens=shortens)
         check_bias(sampling, self.target_config.vocab_size)
         if num_continued >= len(ids):
             raise UserError("continued_tokens: want fewer than the prompt has")
@@ -418,7 +418,7 @@ class Engine:
         """Compiles the programs for some lengths: greedy and sampled, whole and streamed.
 
         Args:
-          lengths: most tokens of prompt and answer together, one per expected size of text.
+          lengths: most tokens of prompt and answer together, one per expected length.
           batch_size: number of prompts decoded together.
 
         Raises:
@@ -431,14 +431,14 @@ class Engine:
             config, request = self.request([prompt], batch_size=batch_size)
             compile_batch(self.weights, config, request)
 
-    def decode_config(self, length: int, batch_size: int = 1) -> DecodeConfig:
+    def decode_config(self, length: int, batch_size: int = 1) -> StaticShape:
         """Static settings of a call; `length` holds prompt and answer, see `with_rows`."""
         return self.config_with(tree_for(self.trees, batch_size), length, self.max_length)
 
-    def config_with(self, tree: TreeConfig | None, length: int, max_length: int) -> DecodeConfig:
+    def config_with(self, tree: TreeConfig | None, length: int, max_length: int) -> StaticShape:
         """Static settings of decoding with a tree, or (None) without a draft."""
         draft = self.draft_config if tree else None
-        config = DecodeConfig(
+        config = StaticShape(
             self.target_config,
             draft and replace(draft, trained_depth=1),  # EAGLE-2 and HASS have the same programs
             tree or TreeConfig(),
@@ -451,8 +451,8 @@ class Engine:
 
     def request(
         self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1
-    ) -> tuple[DecodeConfig, Request]:
-        """Lays prompts into arrays that have room for the answers.
+    ) -> tuple[StaticShape, Request]:
+        """Lays prompts into arrays with capacity for the answers.
 
         Args:
           prompts: prepared prompts, at most `batch_size`.
@@ -475,7 +475,7 @@ class Engine:
         return config, make_request(lay_out(rows, stop_ids, num_tokens=config.rows))
 
     def read(self, prompts: Sequence[PreparedPrompt], output: Output) -> list[Generation]:
-        """Reads finished texts to the host."""
+        """Reads finished sequences to the host."""
         host = jax.device_get(vars(output))
         return [
             read_answer(prompt, host, row, self.stop_ids_of(prompt), self.tokenizer)

@@ -1,6 +1,6 @@
 """Grammars: what an answer must match, compiled for the tokens of a target.
 
-    Grammar ─► GrammarCompiler (a target's) ─► Guide (a text's state) ─► masks, a bit per token
+    Grammar ─► GrammarCompiler (a target's) ─► GrammarState (an answer's) ─► masks, a bit per token
 
 `llguidance` reads schemas and grammars and matches tokens byte by byte. It needs about 30 us per
 node, so the host walks the drafted tree between drafting and verifying (`live.py`): deeper nodes
@@ -28,7 +28,7 @@ from poss_jax.config.reading import UserError, lone_surrogates, one_line
 from poss_jax.data.tokenizer import errors_of_tokenizer
 from poss_jax.engine import grammar_trials
 from poss_jax.engine.grammar_trials import MOST_BYTES, STACK_BYTES, Trial, compile_matcher
-from poss_jax.engine.guides import Guide, explain
+from poss_jax.engine.guides import GrammarState, explain
 
 # As `json.dumps` writes it. With free white space a text need not end, and little is certain.
 JSON_LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -45,7 +45,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must match from its first character to its last.
+    """A description that an answer must match from its first character to its last.
 
     Attributes:
       source: the grammar.
@@ -96,7 +96,7 @@ class Grammar:
         vocab_size: int,
         stop_ids: Sequence[int],
         continued: Sequence[int] = (),
-    ) -> Guide:
+    ) -> GrammarState:
         """Compiles it for the tokens of a target (see `GrammarCompiler`)."""
         guide = compiler_of(tokenizer, vocab_size, stop_ids).submit(self).result()
         guide.advance(continued)
@@ -114,10 +114,10 @@ class GrammarCompiler:
         """Reads a tokenizer, which takes up to a second.
 
         Args:
-          stop_ids: tokens that end a text once it matches.
+          stop_ids: tokens that end an answer once it matches.
 
         Raises:
-          UserError: no tokenizer, one that cannot be read, or nothing ends a text.
+          UserError: no tokenizer, one that cannot be read, or nothing ends an answer.
         """
         if tokenizer is None or not stop_ids:
             raise UserError("grammar: want a target with a tokenizer and an EOS token")
@@ -128,20 +128,22 @@ class GrammarCompiler:
             self._tokens = TokenizerTokens(tokenizer, vocab_size, stop_ids)
         self._stop_ids = frozenset(stop_ids)
         self._trials = _Trials(self._tokens.tokens, stop_ids)
-        self._kept: OrderedDict[Grammar, tuple[Guide | str, int]] = OrderedDict()  # and its bytes
+        self._kept: OrderedDict[Grammar, tuple[GrammarState | str, int]] = (
+            OrderedDict()
+        )  # and its bytes
         self._queue: PriorityQueue[_Order] = PriorityQueue()
         self._count = itertools.count()
         default = threading.stack_size(STACK_BYTES)
         threading.Thread(target=self._work, name="poss-grammar-compiler", daemon=True).start()
         threading.stack_size(default)
 
-    def submit(self, grammar: Grammar) -> "Future[Guide]":
+    def submit(self, grammar: Grammar) -> "Future[GrammarState]":
         """Puts a grammar into the queue; one that is cancelled is dropped.
 
         Raises:
           UserError: from the future: the grammar has a mistake, or is too large.
         """
-        future: Future[Guide] = Future()
+        future: Future[GrammarState] = Future()
         self._queue.put((0, next(self._count), grammar, future))
         return future
 
@@ -161,7 +163,7 @@ class GrammarCompiler:
             elif future.set_running_or_notify_cancel():
                 future.set_result(guide.copy())
 
-    def _compile(self, grammar: Grammar, trial: int) -> Guide | None:
+    def _compile(self, grammar: Grammar, trial: int) -> GrammarState | None:
         """Compiles a grammar; None if it needs a longer trial."""
         if grammar in self._kept:
             self._kept.move_to_end(grammar)
@@ -176,7 +178,7 @@ class GrammarCompiler:
             raise UserError(guide)
         return guide
 
-    def _read(self, grammar: Grammar, tried: Trial) -> Guide | str:
+    def _read(self, grammar: Grammar, tried: Trial) -> GrammarState | str:
         """What a trial found; a message if the grammar cannot be served."""
         if tried.exceeded:
             return (
@@ -188,14 +190,14 @@ class GrammarCompiler:
         forced = matcher.compute_ff_tokens()
         if matcher.validate_tokens(forced[:1]) < len(forced[:1]):
             return f"{grammar.name}: {explain('NoExtension')}"
-        guide = Guide(matcher, self._stop_ids, grammar.name)
+        guide = GrammarState(matcher, self._stop_ids, grammar.name)
         try:
             guide.check()
         except UserError as error:
             return str(error)
         return guide
 
-    def _keep(self, grammar: Grammar, guide: Guide | str, num_bytes: int) -> None:
+    def _keep(self, grammar: Grammar, guide: GrammarState | str, num_bytes: int) -> None:
         """Keeps a guide, and drops those that were not asked for longest."""
         self._kept[grammar] = guide, max(num_bytes, _LEAST_BYTES) + len(grammar.source)
         while (
@@ -204,7 +206,7 @@ class GrammarCompiler:
             self._kept.popitem(last=False)
 
 
-_Order = tuple[int, int, Grammar, "Future[Guide]"]
+_Order = tuple[int, int, Grammar, "Future[GrammarState]"]
 """Number of the trial, order of arrival, grammar, and who waits for it."""
 
 
@@ -265,10 +267,10 @@ def compiler_of(tokenizer: Any, vocab_size: int, stop_ids: Sequence[int]) -> Gra
       UserError: what `GrammarCompiler` refuses.
     """
     with _COMPILERS:
-        found = _find_compiler(tokenizer, vocab_size, tuple(stop_ids))
-    if isinstance(found, str):
-        raise UserError(found)
-    return found
+        compiler = _find_compiler(tokenizer, vocab_size, tuple(stop_ids))
+    if isinstance(compiler, str):
+        raise UserError(compiler)
+    return compiler
 
 
 _COMPILERS = threading.Lock()

@@ -32,7 +32,7 @@ class TokenizerTokens(Tokens):
           ValueError: its decoder is of no known kind.
         """
         spec = json.loads(tokenizer.backend_tokenizer.to_str())
-        special = {one["id"] for one in spec["added_tokens"] if one["special"]} | {*stop_ids}
+        special = {token["id"] for token in spec["added_tokens"] if token["special"]} | {*stop_ids}
         read_name = _name_reader(spec["decoder"])
         tokens = [_SPECIAL + b"<[%d]>" % token for token in range(vocab_size)]
         for name, token in tokenizer.get_vocab().items():
@@ -77,11 +77,11 @@ def _name_reader(decoder: Any) -> Callable[[str], bytes]:
 def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
     """The same tokenizer without the space that some put before a text."""
     normalizers = [
-        one for one in _steps(spec["normalizer"], "normalizers") if one["type"] != "Prepend"
+        step for step in _steps(spec["normalizer"], "normalizers") if step["type"] != "Prepend"
     ]
     splitters = [
-        one | {"prepend_scheme": "never"} if one["type"] == "Metaspace" else one
-        for one in _steps(spec["pre_tokenizer"], "pretokenizers")
+        step | {"prepend_scheme": "never"} if step["type"] == "Metaspace" else step
+        for step in _steps(spec["pre_tokenizer"], "pretokenizers")
     ]
     return spec | {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
@@ -97,4 +97,4 @@ def _steps(component: Any, name: str) -> list[Any]:
         return []
     if name not in component:
         return [component]
-    return list(itertools.chain(*(_steps(one, name) for one in component[name])))
+    return list(itertools.chain(*(_steps(step, name) for step in component[name])))

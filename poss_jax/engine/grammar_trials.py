@@ -104,7 +104,7 @@ def _try(tokens: Tokens, kind: str, text: str, seconds: float) -> None:
 
     def work() -> None:
         try:
-            virtual, before = _memory()
+            virtual, baseline = _memory()
             if virtual:  # as much again for what is freed, and for the allocator
                 hard = resource.getrlimit(resource.RLIMIT_AS)[1]
                 resource.setrlimit(resource.RLIMIT_AS, (virtual + 3 * MOST_BYTES, hard))
@@ -113,7 +113,7 @@ def _try(tokens: Tokens, kind: str, text: str, seconds: float) -> None:
                 error = compile_matcher(tokens, source).get_error()
             except (ValueError, RecursionError) as caught:
                 source, error = "", str(caught)
-            num_bytes = max(_memory()[1] - before, 0)
+            num_bytes = max(_memory()[1] - baseline, 0)
             _write(Trial("memory" if num_bytes > MOST_BYTES else "", error, num_bytes, source))
             os._exit(0)
         finally:

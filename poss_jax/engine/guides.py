@@ -1,4 +1,4 @@
-"""Guides: a grammar's state after the tokens of a text, and its walk over a drafted tree."""
+"""Guides: a grammar's state after the tokens of an answer, and its walk over a drafted tree."""
 
 import math
 import time
@@ -10,15 +10,15 @@ import numpy as np
 from poss_jax.config.reading import UserError, one_line
 
 
-class Guide:
-    """A grammar after the tokens of a text: knows which may follow."""
+class GrammarState:
+    """A grammar after the tokens of an answer: knows which may follow."""
 
     def __init__(self, matcher: Any, stop_ids: frozenset[int], name: str) -> None:
         self._matcher, self._stop_ids, self._name = matcher, stop_ids, name
 
-    def copy(self) -> "Guide":
-        """The same state, for another text."""
-        return Guide(self._matcher.deep_copy(), self._stop_ids, self._name)
+    def copy(self) -> "GrammarState":
+        """The same state, for another answer."""
+        return GrammarState(self._matcher.deep_copy(), self._stop_ids, self._name)
 
     @property
     def is_broken(self) -> bool:
@@ -31,7 +31,7 @@ class Guide:
             raise UserError(f"{self._name}: {explain(self._matcher.get_error())}")
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the text.
+        """Appends tokens to the answer.
 
         Raises:
           UserError: the grammar does not allow one, or is too complex to tell.
@@ -59,7 +59,7 @@ class Guide:
         self._matcher.rollback(num_tokens)
 
     def ends_with(self, token: int) -> bool:
-        """Tells whether a token ends the text."""
+        """Tells whether a token ends the answer."""
         return token in self._stop_ids
 
 
@@ -67,7 +67,7 @@ class Walk:
     """A grammar's walk over one tree."""
 
     def __init__(
-        self, guide: Guide, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray
+        self, guide: GrammarState, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray
     ) -> None:
         """Begins at the root.
 

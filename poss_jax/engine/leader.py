@@ -35,13 +35,13 @@ class Leader:
         self._slots, self._num_told = slots, 0
 
     def __getattr__(self, name: str) -> Any:
-        own = getattr(self._slots, name)
+        attribute = getattr(self._slots, name)
         if name not in _STEPS:
-            return own
+            return attribute
 
         def tell_and_take(*args: Any) -> Any:
             self._tell((name, args))
-            return own(*args)
+            return attribute(*args)
 
         return tell_and_take
 

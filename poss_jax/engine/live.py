@@ -1,6 +1,6 @@
 """Answers that grow step by step: one step runs while the host reads the one before.
 
-A step is a few rounds; or, if grammars guide some of its texts, one round with the host in between:
+A step is a few rounds; with grammars, one round with the host in between:
 
     draft (device) ─► walk the trees (host) ─► verify (device)
                       masks of all nodes       accept, commit
@@ -21,13 +21,13 @@ import numpy as np
 
 from poss_jax.decode import speculate
 from poss_jax.decode.rejection import DrawnTree
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Tree, make_tree
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
-from poss_jax.engine.prompts import Guide
+from poss_jax.engine.prompts import GrammarState
 from poss_jax.engine.rounds import (
     Pace,
-    Rounds,
+    PackedRounds,
     count_rounds,
     end_others,
     jit_step,
@@ -47,7 +47,7 @@ Drafted = tuple[Tree, Float[Array, "B positions V"] | None]
 
 
 class Plan(NamedTuple):
-    """What the host decides about the trees of a round.
+    """The host's decisions about the trees of a round.
 
     Attributes:
       tokens: token of every node.
@@ -62,13 +62,13 @@ class Plan(NamedTuple):
 
 def _draft(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
-    is_text: Bool[Array, " B"],
+    is_active: Bool[Array, " B"],
     allowed: UInt[Array, "B words"],
 ) -> tuple[DecodeState, Drafted]:
-    state = end_others(config, state, is_text)
+    state = end_others(config, state, is_active)
     noise = speculate.round_noise(config, request, state)
     tree = speculate.draft_tree(weights, config, request, state, noise, allowed)
     return state, (tree, noise)
@@ -76,19 +76,19 @@ def _draft(
 
 def _verify(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
     drafted: Drafted,
     plan: Plan,
-) -> tuple[DecodeState, Rounds]:
+) -> tuple[DecodeState, PackedRounds]:
     tree, noise = drafted
     tokens, parents, masks = map(jnp.asarray, plan)
-    if not isinstance(tree, DrawnTree):  # the test of drawn children depends on their places
+    if not isinstance(tree, DrawnTree):  # the test of drawn children depends on their ranks
         tree = make_tree(tokens, parents, depth=config.max_accepted)
-    before = state.output
+    previous = state.output
     state = speculate.finish_round(weights, config, request, state, tree, noise, masks)
-    return state, pack_new(config, before, state.output)
+    return state, pack_new(config, previous, state.output)
 
 
 draft = jit_step(_draft, donate_argnums=3)
@@ -97,36 +97,36 @@ verify = jit_step(_verify, donate_argnums=3)
 
 def run_guided(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
     *,
-    texts: Sequence[int],
-    guides: Mapping[int, Guide],
-) -> tuple[DecodeState, Rounds]:
+    active: Sequence[int],
+    guides: Mapping[int, GrammarState],
+) -> tuple[DecodeState, PackedRounds]:
     """Runs a round; returns before it is verified.
 
     Args:
       state: donated; the host has read all tokens in it.
-      texts: indices of the texts the host wants to continue; others end.
-      guides: grammars of some texts, after all of these tokens.
+      active: indices of the sequences that continue; others end.
+      guides: grammars of some sequences, after all of these tokens.
     """
-    batch_size = len(request.limits)
+    batch_size = len(request.max_new_tokens)
     first = first_masks(guides, batch_size, config.target.vocab_size)
     batch = weights, config, request
-    state, drafted = draft(*batch, state, mark(texts, batch_size), first)
+    state, drafted = draft(*batch, state, mark(active, batch_size), first)
     # Processes that all walk must find the same, and may differ in speed.
     plan = walk_trees(config, drafted[0], guides, has_time=jax.process_count() > 1)
     return verify(*batch, state, drafted, plan)
 
 
 def walk_trees(
-    config: DecodeConfig, tree: Tree, guides: Mapping[int, Guide], *, has_time: bool = False
+    config: StaticShape, tree: Tree, guides: Mapping[int, GrammarState], *, has_time: bool = False
 ) -> Plan:
-    """Walks the trees of some texts, in parallel, once the device has drafted them.
+    """Walks the trees of some sequences, in parallel, once the device has drafted them.
 
     Args:
-      guides: grammars of some texts, at the roots; they stay as they are.
+      guides: grammars of some sequences, at the roots; they stay as they are.
       has_time: whether walks may take any time; else they end early.
     """
     # A drawn child that the target accepts is kept, so all nodes of such trees need their masks.
@@ -136,7 +136,7 @@ def walk_trees(
 
     def walk(index: int) -> None:
         seconds = math.inf if has_time else _WALK_SECONDS
-        row = (part[index] for part in plan)
+        row = (array[index] for array in plan)
         guides[index].mend(*row, depth=config.max_accepted, seconds=seconds)
 
     list(_WALKERS.map(walk, guides))
@@ -149,7 +149,7 @@ def _read(numbers: Array) -> np.ndarray:
     return np.zeros(numbers.shape, numbers.dtype) if is_shape else np.array(numbers)
 
 
-def first_masks(guides: Mapping[int, Guide], batch_size: int, vocab_size: int) -> np.ndarray:
+def first_masks(guides: Mapping[int, GrammarState], batch_size: int, vocab_size: int) -> np.ndarray:
     """Masks of the next token of every sequence, [B words] uint32."""
     masks = no_masks(vocab_size, batch_size)
     for index, guide in guides.items():
@@ -163,7 +163,7 @@ def no_masks(vocab_size: int, *shape: int) -> np.ndarray:
 
 
 def run_live(
-    weights: Weights, config: DecodeConfig, request: Request, answers: Sequence[LiveAnswer]
+    weights: Weights, config: StaticShape, request: Request, answers: Sequence[LiveAnswer]
 ) -> Iterator[tuple[int, Chunk]]:
     """Decodes a batch step by step, until all answers have ended.
 
@@ -174,8 +174,10 @@ def run_live(
     Yields:
       The index of an answer, and what a round added to it.
     """
-    guides = {index: one.guide for index, one in enumerate(answers) if one.guide is not None}
-    masks = first_masks(guides, len(request.limits), config.target.vocab_size)
+    guides = {
+        index: answer.guide for index, answer in enumerate(answers) if answer.guide is not None
+    }
+    masks = first_masks(guides, len(request.max_new_tokens), config.target.vocab_size)
     state = start(weights, config, request, *([masks] if guides else []))
     roots, is_done = jax.device_get((state.root, state.output.is_done))
     for index, answer in enumerate(answers):
@@ -183,28 +185,30 @@ def run_live(
         yield index, answer.add(first)
     pace, under_way = Pace(), None
     while not all(answer.is_ended for answer in answers):
-        texts = [index for index, answer in enumerate(answers) if not answer.is_ended]
-        guides = {index: guide for index, guide in guides.items() if index in texts}
+        active = [index for index, answer in enumerate(answers) if not answer.is_ended]
+        guides = {index: guide for index, guide in guides.items() if index in active}
         # On several hosts every process must run the same number of rounds.
         num_rounds = pace.num_rounds if jax.process_count() == 1 else 1
         if guides:  # their next step depends on all tokens of this one
-            state, rounds = run_guided(weights, config, request, state, texts=texts, guides=guides)
-            before = rounds, time.monotonic()
+            state, rounds = run_guided(
+                weights, config, request, state, active=active, guides=guides
+            )
+            finished = rounds, time.monotonic()
         else:
             state, rounds = run_step(
-                weights, config, request, state, texts=texts, num_rounds=num_rounds
+                weights, config, request, state, active=active, num_rounds=num_rounds
             )
-            before, under_way = under_way, (rounds, time.monotonic())
-        if before is None:
+            finished, under_way = under_way, (rounds, time.monotonic())
+        if finished is None:
             continue
-        new = read_rounds(before[0])
-        pace.record(count_rounds(new), begun=before[1])
+        new = read_rounds(finished[0])
+        pace.record(count_rounds(new), begun=finished[1])
         for index, (answer, rounds) in enumerate(zip(answers, new, strict=False)):
-            yield from ((index, answer.add(one)) for one in rounds if not answer.is_ended)
+            yield from ((index, answer.add(added)) for added in rounds if not answer.is_ended)
 
 
 def answer_live(
-    weights: Weights, config: DecodeConfig, request: Request, answers: Sequence[LiveAnswer]
+    weights: Weights, config: StaticShape, request: Request, answers: Sequence[LiveAnswer]
 ) -> list[Generation]:
     """Decodes a batch as `run_live` does, and returns its answers."""
     rounds = run_live(weights, config, request, answers)

@@ -39,11 +39,11 @@ def fuse(
     params: Params,
     config: LlamaConfig,
     mesh: Mesh | None,
-    own: Callable[[Params], Params] = lambda part: part,
+    convert: Callable[[Params], Params] = lambda item: item,
 ) -> Params:
-    """Fuses a target and places it, each part as `own` returns it; the caller's list stays."""
+    """Fuses a target and places it, each part as `convert` returns it; the caller's list stays."""
     params = params | {"layers": list(params["layers"])}
-    fused = fuse_target(params, config, lambda part: _place_on(mesh, own(part)))
+    fused = fuse_target(params, config, lambda item: _place_on(mesh, convert(item)))
     return jax.tree.map(_commit, fused)
 
 
@@ -53,15 +53,15 @@ def fuse_own(
     """Fuses a draft and places it, with its `vocabulary`; `kind` rounds it like its target."""
     vocabulary = record.draft_vocabulary
     ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
-    own = quantise_specialists(params, kind) if kind else params
-    return _place_on(mesh, fuse_draft(own, record.draft) | {"vocabulary": ids})
+    rounded = quantise_specialists(params, kind) if kind else params
+    return _place_on(mesh, fuse_draft(rounded, record.draft) | {"vocabulary": ids})
 
 
-def join_weights(target: Params, own: Params, mesh: Mesh | None) -> Weights:
-    """Joins a target and a draft, which uses its embedding and head; {} is no draft."""
-    if not own:
+def join_weights(target: Params, params: Params, mesh: Mesh | None) -> Weights:
+    """Joins a target and a draft, which uses its embedding and head; {}: without a draft."""
+    if not params:
         return Weights(target, {})
-    draft = round_rows(borrow_from_target(own, target, own["vocabulary"]))
+    draft = round_rows(borrow_from_target(params, target, params["vocabulary"]))
     return Weights(target, _place_on(mesh, draft))
 
 
@@ -96,15 +96,15 @@ def _commit(leaf: Any) -> jax.Array:
 
 def _copy_arrays_of(params: Params) -> Callable[[Params], Params]:
     """Returns a function that copies the arrays of a tree that also occur in `params`."""
-    given = {id(leaf) for leaf in jax.tree.leaves(params)}
+    ids = {id(leaf) for leaf in jax.tree.leaves(params)}
     copies: dict[int, jax.Array] = {}  # a tied head stays one array
 
     def copy_given(leaf: Any) -> Any:
-        if id(leaf) not in given:
+        if id(leaf) not in ids:
             return leaf
         if id(leaf) not in copies:
-            place = getattr(leaf, "sharding", None)
-            copies[id(leaf)] = jax.device_put(leaf, place, may_alias=False)
+            sharding = getattr(leaf, "sharding", None)
+            copies[id(leaf)] = jax.device_put(leaf, sharding, may_alias=False)
         return copies[id(leaf)]
 
     return partial(jax.tree.map, copy_given)

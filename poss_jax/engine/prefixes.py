@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.engine.device import cache_bytes, device_memory, least_bytes
 from poss_jax.engine.steps import Block
 
@@ -50,8 +50,8 @@ class Prefixes:
       most_bytes: their size on each device.
     """
 
-    def __init__(self, most: int, most_bytes: int = 0) -> None:
-        self.most, self.most_bytes = most, most_bytes
+    def __init__(self, max_blocks: int, most_bytes: int = 0) -> None:
+        self.most, self.most_bytes = max_blocks, most_bytes
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -60,15 +60,15 @@ class Prefixes:
     def find(self, names: Sequence[bytes]) -> list[Block]:
         """Finds the blocks that a prompt begins with."""
         self._renew(names)
-        found = []
+        blocks = []
         for name in names:
             if name not in self._blocks:
                 break
-            found.append(self._blocks[name])
-        return found
+            blocks.append(self._blocks[name])
+        return blocks
 
     def keep(self, names: Sequence[bytes], new: range, cut: Callable[[int], Block]) -> None:
-        """Keeps new blocks of a prompt, as long as blocks of other prompts can make room.
+        """Keeps new blocks of a prompt, as long as blocks of other prompts can be dropped.
 
         Args:
           names: names of all blocks of the prompt.
@@ -97,7 +97,7 @@ class Prefixes:
 
 
 def make_prefixes(
-    weights: Weights, config: DecodeConfig, most_bytes: int, *, batch_size: int
+    weights: Weights, config: StaticShape, most_bytes: int, *, batch_size: int
 ) -> Prefixes:
     """Makes a prefix cache, which takes at most half the memory that is left.
 
@@ -106,10 +106,10 @@ def make_prefixes(
       batch_size: sequences whose caches are held besides.
     """
     if (available := device_memory()) is not None:
-        left = available - least_bytes(weights, config, batch_size=batch_size)
-        most_bytes = max(min(most_bytes, left // 2), 0)
+        free = available - least_bytes(weights, config, batch_size=batch_size)
+        most_bytes = max(min(most_bytes, free // 2), 0)
     block_bytes = cache_bytes(weights, config._replace(rows=config.chunk))
-    most = most_bytes // block_bytes
+    max_blocks = most_bytes // block_bytes
     if jax.process_count() > 1:
-        most = multihost_utils.process_allgather(np.int32(most)).min()
-    return Prefixes(int(most), int(most) * block_bytes)
+        max_blocks = multihost_utils.process_allgather(np.int32(max_blocks)).min()
+    return Prefixes(int(max_blocks), int(max_blocks) * block_bytes)

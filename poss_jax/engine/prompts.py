@@ -30,7 +30,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 
 
 class Rendering(NamedTuple):
-    """How the chat template writes messages.
+    """Settings of the chat template.
 
     Attributes:
       tools: JSON schemas of what the assistant may call.
@@ -44,15 +44,15 @@ class Rendering(NamedTuple):
 
 
 @runtime_checkable
-class Guide(Protocol):
-    """Decides which tokens may follow a text; `guides.Guide` does so by a grammar."""
+class GrammarState(Protocol):
+    """Decides which tokens may follow a text; `guides.GrammarState` does so by a grammar."""
 
-    def copy(self) -> "Guide":
-        """The same state, for another text."""
+    def copy(self) -> "GrammarState":
+        """The same state, for another answer."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the text; raises UserError for one that may not follow."""
+        """Appends tokens to the answer; raises UserError for one that may not follow."""
 
     def fill(self, mask: np.ndarray) -> None:
         """Writes which tokens may follow: a mask [words] uint32, as `sampling.unpack` reads it."""
@@ -63,11 +63,11 @@ class Guide(Protocol):
 
 @runtime_checkable
 class Constraint(Protocol):
-    """What an answer must match, such as a `grammar.Grammar`."""
+    """A constraint that an answer must match, such as a `grammar.Grammar`."""
 
     def compile(
         self, tokenizer: Any, vocab_size: int, stop_ids: Sequence[int], continued: Sequence[int]
-    ) -> Guide:
+    ) -> GrammarState:
         """A guide for the tokens of a target, after those that the answer has already."""
         ...
 
@@ -85,7 +85,7 @@ class PreparedPrompt(NamedTuple):
       is_chat: the answer is a new message, decoded alone; otherwise it is decoded as the
         continuation of the prompt.
       shown_ids: special tokens whose names belong to the answer's text, such as marks of calls.
-      guide: the grammar that the answer must match, before its next token; None: any text.
+      guide: the grammar that the answer must match, before its next token; None: anything.
       drafts: False decodes it without drafts.
     """
 
@@ -96,7 +96,7 @@ class PreparedPrompt(NamedTuple):
     num_continued: int = 0
     is_chat: bool = False
     shown_ids: Sequence[int] = ()
-    guide: Guide | None = None
+    guide: GrammarState | None = None
     drafts: bool = True
 
     def choice(self, index: int) -> "PreparedPrompt":
@@ -137,7 +137,7 @@ class HostRequest(NamedTuple):
 
     tokens: np.ndarray
     lengths: np.ndarray
-    limits: np.ndarray
+    max_new_tokens: np.ndarray
     stop_ids: np.ndarray
     sampling: dict[str, np.ndarray] | None  # fields of `Sampling`
     output_starts: np.ndarray | None
@@ -188,9 +188,9 @@ def is_message(value: Any) -> bool:
     The content may be missing if there is another field, such as `tool_calls`.
     """
     fields = value if isinstance(value, dict) else {}
-    given = {key for key, item in fields.items() if item is not None}
+    keys = {key for key, item in fields.items() if item is not None}
     role, content = fields.get("role"), fields.get("content")
-    is_content = isinstance(content, str) or (content is None and len(given) > 1)
+    is_content = isinstance(content, str) or (content is None and len(keys) > 1)
     return isinstance(role, str) and role != "" and is_content
 
 
@@ -266,9 +266,9 @@ def lay_out(
 
     Args:
       stop_ids: tokens that end each answer.
-      num_tokens: room per sequence, at least the longest prompt.
-      num_stop_ids: least room for the stop ids of each.
-      num_biased: room for the biases of each, which gives all prompts the same shapes. None: as
+      num_tokens: capacity per sequence, at least the longest prompt.
+      num_stop_ids: least capacity for the stop ids of each.
+      num_biased: capacity for the biases of each, which gives all prompts the same shapes. None: as
         much as is needed, and None for settings that no prompt uses.
     """
     tokens = np.zeros((len(prompts), num_tokens), np.int32)
@@ -280,11 +280,11 @@ def lay_out(
     settings = [prompt.sampling for prompt in prompts]
     drafts = np.asarray([prompt.drafts for prompt in prompts])
     has_all = num_biased is not None
-    has_sampling = has_all or not all(one.is_plain for one in settings)
+    has_sampling = has_all or not all(sampling.is_plain for sampling in settings)
     return HostRequest(
         tokens=tokens,
         lengths=lengths,
-        limits=np.asarray([prompt.max_new_tokens for prompt in prompts], np.int32),
+        max_new_tokens=np.asarray([prompt.max_new_tokens for prompt in prompts], np.int32),
         stop_ids=np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32),
         sampling=_lay_out_sampling(settings, num_biased) if has_sampling else None,
         output_starts=lengths - continued if has_all or continued.any() else None,
@@ -303,17 +303,17 @@ def _lay_out_sampling(
     settings: Sequence[SamplingConfig], num_biased: int | None
 ) -> dict[str, np.ndarray]:
     """Lays settings into columns by their names in `Sampling`; their biases are checked already."""
-    most = max(len(one.logit_bias) for one in settings)
-    few_shapes = 1 << (most - 1).bit_length() if most else 0
+    max_biased = max(len(sampling.logit_bias) for sampling in settings)
+    few_shapes = 1 << (max_biased - 1).bit_length() if max_biased else 0
     width = few_shapes if num_biased is None else num_biased
     ids = np.full((len(settings), width), -1, np.int32)
     bias = np.zeros((len(settings), width), np.float32)
-    for row, one in enumerate(settings):
-        ids[row, : len(one.logit_bias)] = list(one.logit_bias)
-        bias[row, : len(one.logit_bias)] = list(one.logit_bias.values())
-    reads_output = num_biased is not None or any(one.reads_output for one in settings)
+    for row, sampling in enumerate(settings):
+        ids[row, : len(sampling.logit_bias)] = list(sampling.logit_bias)
+        bias[row, : len(sampling.logit_bias)] = list(sampling.logit_bias.values())
+    reads_output = num_biased is not None or any(sampling.reads_output for sampling in settings)
     columns = {
-        name: np.asarray([getattr(one, name) for one in settings], dtype)
+        name: np.asarray([getattr(sampling, name) for sampling in settings], dtype)
         for name, dtype in SETTINGS.items()
         if reads_output or name not in OF_OUTPUT
     }
@@ -362,10 +362,10 @@ def _encode_chat(messages: Any, tokenizer: Any, rendering: Rendering) -> list[in
             "messages: want a tokenizer with a chat template, this target's has none; "
             "give `prompt` (text) instead"
         )
-    hidden, tools = (hide_marks(tokenizer, part) for part in (messages, rendering.tools))
+    hidden, tools = (hide_marks(tokenizer, value) for value in (messages, rendering.tools))
     variables = hide_marks(tokenizer, dict(rendering.variables))
-    given: Any = {"tools": tools, "variables": variables, "is_asking": rendering.is_asking}
-    render = partial(render_chat, tokenizer, **given)
+    options: Any = {"tools": tools, "variables": variables, "is_asking": rendering.is_asking}
+    render = partial(render_chat, tokenizer, **options)
     try:
         text = render(hidden)
         left_out = find_left_out(hidden, render)

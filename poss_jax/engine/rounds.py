@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Output, Request, Weights
+from poss_jax.decode.state import DecodeState, Logprobs, Output, Request, StaticShape, Weights
 from poss_jax.engine.answers import Round, TokenLogprobs
 from poss_jax.model.cache import KVCache
 from poss_jax.model.sharding import highest_of_groups, partition_state
@@ -35,7 +35,7 @@ StateT = TypeVar("StateT")
 
 
 def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callable[..., StateT]:
-    """Shards a decoding step along the axes of `DecodeConfig.mesh`, if there is one.
+    """Shards a decoding step along the axes of `StaticShape.mesh`, if there is one.
 
     Args:
       function: (weights, config, request, *state) -> state; the request may be on the host. All
@@ -45,7 +45,7 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
     """
 
     @wraps(function)
-    def run(weights: Weights, config: DecodeConfig, request: Any, *state: Any) -> StateT:
+    def run(weights: Weights, config: StaticShape, request: Any, *state: Any) -> StateT:
         mesh = config.mesh
         if mesh is None:
             return function(weights, config, request, *state)
@@ -54,11 +54,11 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
             result = function(weights, config, request, *state)
             return _hold_cut(result, mesh) if is_state else result
 
-        cut, whole = PartitionSpec("data"), PartitionSpec()
+        cut, replicated = PartitionSpec("data"), PartitionSpec()
         group = jax.shard_map(
             run_group,
             mesh=mesh,
-            in_specs=(whole, cut, *[cut if _has_rows(part) else whole for part in state]),
+            in_specs=(replicated, cut, *[cut if _has_rows(tree) else replicated for tree in state]),
             out_specs=cut,
             axis_names={"data"},
             check_vma=False,
@@ -68,8 +68,8 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
     return run
 
 
-def _has_rows(part: Any) -> bool:
-    return jax.tree.leaves(part)[0].ndim > 0
+def _has_rows(tree: Any) -> bool:
+    return jax.tree.leaves(tree)[0].ndim > 0
 
 
 def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
@@ -99,12 +99,12 @@ def jit_step(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
 # Rounds
 
 
-class Rounds(struct.PyTreeNode):
+class PackedRounds(struct.PyTreeNode):
     """The rounds of a step, on the device, packed: one transfer to the host is faster than six.
 
     Attributes:
       numbers: per sequence, in this order: number of new tokens (0 for an empty slot); number of
-        rounds (0 for the first token); whether the text ended; R counts of accepted drafted
+        rounds (0 for the first token); whether the sequence ended; R counts of accepted drafted
         tokens; R deepest positions offered along the accepted path; the new tokens.
       logprobs: log-probabilities of the new tokens; None if not requested.
       num_rounds: R, most rounds in this step.
@@ -115,7 +115,7 @@ class Rounds(struct.PyTreeNode):
     num_rounds: int = struct.field(pytree_node=False)
 
 
-def pack_first(output: Output) -> Rounds:
+def pack_first(output: Output) -> PackedRounds:
     """Packs the first token of every sequence."""
     rounds = output.num_accepted[:, :1], output.num_offered[:, :1]
     counts = output.num_tokens, output.num_rounds, output.is_done
@@ -125,34 +125,36 @@ def pack_first(output: Output) -> Rounds:
 
 def _run_step(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
-    is_text: Bool[Array, " B"],
+    is_active: Bool[Array, " B"],
     num_rounds: Int[Array, " B"],
-) -> tuple[DecodeState, Rounds]:
-    # A text ended that the host still counts as running: stop after one round to free its slot.
-    is_news = highest_of_groups((state.output.is_done & is_text).any())
-    most = jnp.where(is_news, 1, num_rounds[0])
-    state = end_others(config, state, is_text)
-    before, is_done = state.output, state.output.is_done
+) -> tuple[DecodeState, PackedRounds]:
+    # A sequence ended that the host still counts as running: stop after one round to free its slot.
+    is_news = highest_of_groups((state.output.is_done & is_active).any())
+    max_rounds = jnp.where(is_news, 1, num_rounds[0])
+    state = end_others(config, state, is_active)
+    previous, is_done = state.output, state.output.is_done
 
     def goes_on(carry: tuple[Array, DecodeState]) -> Array:
         index, state = carry
         now = state.output.is_done
         is_at_end = highest_of_groups((now != is_done).any()) | ~highest_of_groups(~now.all())
-        return (index < most) & ~is_at_end
+        return (index < max_rounds) & ~is_at_end
 
     def run_one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
 
     _, state = lax.while_loop(goes_on, run_one, (jnp.array(0), state))
-    return state, pack_new(config, before, state.output)
+    return state, pack_new(config, previous, state.output)
 
 
-def end_others(config: DecodeConfig, state: DecodeState, is_text: Bool[Array, " B"]) -> DecodeState:
-    """Ends all sequences that are no texts."""
-    is_done = state.output.is_done | ~is_text
+def end_others(
+    config: StaticShape, state: DecodeState, is_active: Bool[Array, " B"]
+) -> DecodeState:
+    """Ends all sequences that are not active."""
+    is_done = state.output.is_done | ~is_active
     # Attention reads the blocks of the longest sequence, so empty slots count as one row.
     short = jnp.where(is_done, 1, config.rows)
 
@@ -166,7 +168,7 @@ def end_others(config: DecodeConfig, state: DecodeState, is_text: Bool[Array, " 
     return state
 
 
-def pack_new(config: DecodeConfig, before: Output, after: Output) -> Rounds:
+def pack_new(config: StaticShape, previous: Output, current: Output) -> PackedRounds:
     """Packs what the rounds added between two outputs."""
 
     def new(rows: Array, start: Array, count: int) -> Array:
@@ -174,29 +176,29 @@ def pack_new(config: DecodeConfig, before: Output, after: Output) -> Rounds:
         return jax.vmap(lambda row, at: jnp.take(row, at, axis=0, mode="clip"))(rows, columns)
 
     def of_tokens(rows: Array) -> Array:
-        return new(rows, before.num_tokens, MOST_ROUNDS * (config.max_accepted + 1))
+        return new(rows, previous.num_tokens, MOST_ROUNDS * (config.max_accepted + 1))
 
     def of_rounds(rows: Array) -> Array:
-        return new(rows, before.num_rounds, MOST_ROUNDS)
+        return new(rows, previous.num_rounds, MOST_ROUNDS)
 
-    num_tokens = after.num_tokens - before.num_tokens
-    counts = num_tokens, after.num_rounds - before.num_rounds, after.is_done
-    rounds = of_rounds(after.num_accepted), of_rounds(after.num_offered)
-    logprobs = jax.tree.map(of_tokens, after.logprobs) if config.num_logprobs else None
-    return _pack(counts, *rounds, of_tokens(after.tokens), logprobs)
+    num_tokens = current.num_tokens - previous.num_tokens
+    counts = num_tokens, current.num_rounds - previous.num_rounds, current.is_done
+    rounds = of_rounds(current.num_accepted), of_rounds(current.num_offered)
+    logprobs = jax.tree.map(of_tokens, current.logprobs) if config.num_logprobs else None
+    return _pack(counts, *rounds, of_tokens(current.tokens), logprobs)
 
 
 def _pack(
     counts: Sequence[Array], accepted: Array, offered: Array, tokens: Array, logprobs: Any
-) -> Rounds:
-    """Packs the numbers of a `Rounds` into one array."""
+) -> PackedRounds:
+    """Packs the numbers of a `PackedRounds` into one array."""
     columns = *(count[:, None] for count in counts), accepted, offered, tokens
     numbers = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
-    return Rounds(numbers, logprobs, num_rounds=accepted.shape[1])
+    return PackedRounds(numbers, logprobs, num_rounds=accepted.shape[1])
 
 
 def _first_state(
-    weights: Weights, config: DecodeConfig, request: Request, caches: Any, last: Any, *allowed: Any
+    weights: Weights, config: StaticShape, request: Request, caches: Any, last: Any, *allowed: Any
 ) -> DecodeState:
     return speculate.first_state(weights, config, request, Prefilled(*last, *caches), *allowed)
 
@@ -210,8 +212,8 @@ run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_arg
 _step = jit_step(_run_step, donate_argnums=3)
 
 
-def start(weights: Weights, config: DecodeConfig, request: Request, *allowed: Any) -> DecodeState:
-    """`speculate.start` in two programs: however tokens are chosen, one reads the prompts."""
+def start(weights: Weights, config: StaticShape, request: Request, *allowed: Any) -> DecodeState:
+    """`speculate.start` in two programs: however tokens are chosen, one does the prefill."""
     read = config._replace(drafting="coupled", num_logprobs=0)
     unchosen = request.replace(sampling=None, output_starts=None, drafts=None)
     out = prefill(weights, read, unchosen)
@@ -220,48 +222,48 @@ def start(weights: Weights, config: DecodeConfig, request: Request, *allowed: An
 
 def run_step(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
     *,
-    texts: Sequence[int] = (),
+    active: Sequence[int] = (),
     num_rounds: int = 1,
-) -> tuple[DecodeState, Rounds]:
-    """Runs some rounds, fewer if a text ends; returns before they are done.
+) -> tuple[DecodeState, PackedRounds]:
+    """Runs some rounds, fewer if a sequence ends; returns before they are done.
 
     Args:
       state: donated.
-      texts: indices of the texts the host wants to continue; others end.
+      active: indices of the sequences that continue; others end.
       num_rounds: how many, at most `MOST_ROUNDS`.
     """
-    is_text = mark(texts, len(request.limits))
-    rounds = np.full(len(is_text), num_rounds, np.int32)
-    return _step(weights, config, request, state, is_text, rounds)
+    is_active = mark(active, len(request.max_new_tokens))
+    rounds = np.full(len(is_active), num_rounds, np.int32)
+    return _step(weights, config, request, state, is_active, rounds)
 
 
-def mark(texts: Sequence[int], batch_size: int) -> np.ndarray:
+def mark(active: Sequence[int], batch_size: int) -> np.ndarray:
     """Marks some of the sequences, [B] bool."""
-    return np.isin(np.arange(batch_size), texts)
+    return np.isin(np.arange(batch_size), active)
 
 
 # --------------------------------------------------------------------------------------------------
 # On the host
 
 
-def read_rounds(rounds: Rounds) -> list[list[Round]]:
-    """Brings a step to the host; a list of rounds per text."""
+def read_rounds(rounds: PackedRounds) -> list[list[Round]]:
+    """Brings a step to the host; a list of rounds per sequence."""
     numbers, logprobs = jax.device_get((rounds.numbers, rounds.logprobs and vars(rounds.logprobs)))
     cuts = np.cumsum([3, rounds.num_rounds, rounds.num_rounds])
     counts, accepted, offered, tokens = np.split(numbers, cuts, axis=1)
     return [
-        list(_read_text(*columns, logprobs, index))
+        list(_read_sequence(*columns, logprobs, index))
         for index, columns in enumerate(
             zip(counts.tolist(), accepted.tolist(), offered.tolist(), tokens.tolist(), strict=True)
         )
     ]
 
 
-def _read_text(
+def _read_sequence(
     counts: list[int],
     accepted: list[int],
     offered: list[int],
@@ -269,7 +271,7 @@ def _read_text(
     logprobs: dict[str, np.ndarray] | None,
     index: int,
 ) -> Iterator[Round]:
-    """The rounds of a text; each has one token more than it accepted, unless it ends the text."""
+    """The rounds of a sequence; each has one token more than it accepted, unless it is the last."""
     num_tokens, num_rounds, is_done = counts
     first = 0
     for turn in range(num_rounds if num_rounds else num_tokens):
@@ -295,9 +297,9 @@ def _read_logprobs(host: dict[str, np.ndarray], index: int, new: slice) -> list[
     return [TokenLogprobs(*values) for values in zip(*columns, strict=True)]
 
 
-def count_rounds(texts: Sequence[Sequence[Round]]) -> int:
+def count_rounds(active: Sequence[Sequence[Round]]) -> int:
     """Rounds of a step, given what `read_rounds` returns."""
-    return max(sum(one.num_accepted is not None for one in rounds) for rounds in texts)
+    return max(sum(new.num_accepted is not None for new in rounds) for rounds in active)
 
 
 class Pace:
@@ -316,18 +318,18 @@ class Pace:
         now = time.monotonic()
         if num_rounds:  # the device started them after the rounds before
             seconds = (now - max(begun, self._last)) / num_rounds
-            wanted = min(max(int(_STEP_SECONDS / seconds), 1), MOST_ROUNDS)
-            self.num_rounds = min(wanted, 2 * self.num_rounds)
+            ideal = min(max(int(_STEP_SECONDS / seconds), 1), MOST_ROUNDS)
+            self.num_rounds = min(ideal, 2 * self.num_rounds)
         self._last = now
 
 
-def decode_batch(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+def decode_batch(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
     """Decodes until every sequence is done, without the host in between."""
     return run_rounds(weights, config, request, start(weights, config, request))
 
 
-def compile_batch(weights: Weights, config: DecodeConfig, request: Request) -> None:
+def compile_batch(weights: Weights, config: StaticShape, request: Request) -> None:
     """Compiles the programs that answer a batch, whole or as streams, by answers of one token."""
-    ended = request.replace(limits=jnp.ones_like(request.limits))
+    ended = request.replace(max_new_tokens=jnp.ones_like(request.max_new_tokens))
     # Nested, so that no name keeps the donated caches alive.
     jax.block_until_ready(run_step(weights, config, ended, decode_batch(weights, config, ended)))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from poss_jax.decode.state import DecodeConfig, Logprobs, Weights
+from poss_jax.decode.state import Logprobs, StaticShape, Weights
 from poss_jax.engine import steps
 from poss_jax.engine.answers import TokenLogprobs
 from poss_jax.engine.device import check_memory
@@ -17,7 +17,7 @@ class Scoring:
     """A prompt whose tokens are scored, chunk by chunk."""
 
     def __init__(
-        self, weights: Weights, config: DecodeConfig, ids: Sequence[int], *, batch_size: int = 1
+        self, weights: Weights, config: StaticShape, ids: Sequence[int], *, batch_size: int = 1
     ) -> None:
         """Scores nothing yet.
 
@@ -41,7 +41,7 @@ class Scoring:
         return scores
 
 
-def configure_scoring(engine: Engine, max_length: int, num_logprobs: int) -> DecodeConfig:
+def configure_scoring(engine: Engine, max_length: int, num_logprobs: int) -> StaticShape:
     """Static settings for all prompts of up to `max_length` tokens; lists `num_logprobs` each."""
     config = engine.config_with(None, max_length, engine.max_length)
     return config._replace(num_logprobs=num_logprobs)
@@ -49,10 +49,10 @@ def configure_scoring(engine: Engine, max_length: int, num_logprobs: int) -> Dec
 
 def read_all_scores(score_next: Callable[[], Logprobs], num_tokens: int) -> list[TokenLogprobs]:
     """Brings the scores of a prompt to the host, chunk by chunk."""
-    found = list[TokenLogprobs]()
-    while (num_left := num_tokens - 1 - len(found)) > 0:
-        found += read_scores(score_next(), 0, num_left)
-    return found
+    scores = list[TokenLogprobs]()
+    while (num_left := num_tokens - 1 - len(scores)) > 0:
+        scores += read_scores(score_next(), 0, num_left)
+    return scores
 
 
 def score_prompt(

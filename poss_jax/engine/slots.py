@@ -3,11 +3,11 @@
     begin ─► extend ... extend ─► insert into a slot ─► run ─► run ... until the slot is ended
                                                         draft, walk, verify: with grammars
 
-A prompt is read alone, chunk by chunk, so that rounds of other texts run in between. Its first
-chunks are copied if the prefix cache has them, and consecutive choices of the same prompt read it
-once. All shapes are fixed when the slots are made: their number, the length of a text, the number
-of biased tokens. A slot's text depends only on its prompt, settings and seed; with sampled drafts
-also on the number of texts, which chooses the tree.
+Prefill takes one prompt at a time, chunk by chunk, so that rounds of other slots run in between.
+Its first chunks are copied if the prefix cache has them, and consecutive choices of the same prompt
+share one prefill. All shapes are fixed when the slots are made: their number, the length of a
+sequence, the number of biased tokens. A slot's tokens depend only on its prompt, settings and seed;
+with sampled drafts also on the number of active slots, which chooses the tree.
 
 On several hosts every process makes the same slots and calls them in the same order (`leader.py`).
 """
@@ -22,14 +22,14 @@ import numpy as np
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Request, Weights
+from poss_jax.decode.state import DecodeState, Logprobs, Request, StaticShape, Weights
 from poss_jax.engine import live, steps
 from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.live import Drafted, Plan, first_masks, walk_trees
 from poss_jax.engine.prefixes import Prefixes, make_prefixes, name_blocks
-from poss_jax.engine.prompts import Guide, PreparedPrompt, PromptTooLong, lay_out
-from poss_jax.engine.rounds import Rounds, mark, run_step
+from poss_jax.engine.prompts import GrammarState, PreparedPrompt, PromptTooLong, lay_out
+from poss_jax.engine.rounds import PackedRounds, mark, run_step
 from poss_jax.engine.scoring import Scoring, configure_scoring
 from poss_jax.engine.trees import cover_trees, tree_for
 from poss_jax.model.target import Prefill
@@ -41,16 +41,16 @@ MOST_BIASED = 300
 MOST_STOP_IDS = 16
 
 
-class Program(NamedTuple):
-    """One compiled kind of round.
+class RoundKind(NamedTuple):
+    """One kind of round, compiled once.
 
     Attributes:
       tree: size of the draft tree; None decodes autoregressively.
-      is_sampled: whether any text has sampling settings.
-      has_logprobs: whether any text wants log-probabilities.
-      is_guided: whether any text has a grammar.
-      is_draftless: no text wants drafts, so the draft rests; after a round with no tree it may be
-        needed again, and reads along.
+      is_sampled: whether any slot has sampling settings.
+      has_logprobs: whether any slot wants log-probabilities.
+      is_guided: whether any slot has a grammar.
+      is_draftless: no slot wants drafts, so the draft is left out; after a round with no tree it
+        may be needed again, and follows along.
     """
 
     tree: TreeConfig | None
@@ -60,8 +60,8 @@ class Program(NamedTuple):
     is_draftless: bool = False
 
 
-class _Reading(NamedTuple):
-    """A prompt being read, or the last one that was."""
+class _Prefilling(NamedTuple):
+    """A prefill under way, or the last one."""
 
     prompt: PreparedPrompt
     request: Request
@@ -74,11 +74,11 @@ class Slots:
 
     Attributes:
       engine: target and draft.
-      sizes: batch sizes, ascending; more texts take a larger batch.
+      sizes: batch sizes, ascending; more requests take a larger batch.
       size: number of slots now.
       max_length: most tokens of prompt and answer together.
       max_logprobs: most log-probabilities per token; 0: none are kept.
-      chunk: prompt tokens that are read together.
+      chunk: prompt tokens per step of prefill.
       prefixes: the prefix cache.
     """
 
@@ -95,7 +95,7 @@ class Slots:
         """Allocates the slots.
 
         Args:
-          engine: target and draft; its trees give the tree per number of texts.
+          engine: target and draft; its trees give the tree per number of active slots.
           sizes, max_length, max_logprobs: see the attributes; None: the engine's length.
           max_cache_bytes: most bytes of keys and values per device; None: what is needed.
           max_prefix_bytes: most bytes of the prefix cache per device; 0: none.
@@ -117,19 +117,21 @@ class Slots:
         config = engine.config_with(cover_trees(self._trees), self.max_length, self.max_length)
         self._config = config._replace(num_logprobs=max_logprobs)
         self.chunk = config.chunk
-        # A batch is held twice while its size changes, plus the prompt being read.
-        self._most = most = max(self.sizes[-1], *map(sum, pairwise((0, *self.sizes)))) + 1
-        check_memory(engine.weights, self._config, batch_size=most)
-        needed = most * cache_bytes(engine.weights, self._config)
+        # A batch is held twice while its size changes, plus the prompt in prefill.
+        self._most = max_slots = max(self.sizes[-1], *map(sum, pairwise((0, *self.sizes)))) + 1
+        check_memory(engine.weights, self._config, batch_size=max_slots)
+        needed = max_slots * cache_bytes(engine.weights, self._config)
         if max_cache_bytes is not None and needed > max_cache_bytes:
             raise UserError(
                 f"batches of {', '.join(map(str, self.sizes))} answers of {self.max_length} tokens "
                 f"need {needed / 2**30:.2f} GiB of keys and values, which may take "
                 f"{max_cache_bytes / 2**30:.2f}; lower batch_size or max_length, or raise cache_gib"
             )
-        self.prefixes = make_prefixes(self.weights, self._config, max_prefix_bytes, batch_size=most)
-        self._reading: _Reading | None = None
-        self._last_read: _Reading | None = None
+        self.prefixes = make_prefixes(
+            self.weights, self._config, max_prefix_bytes, batch_size=max_slots
+        )
+        self._prefilling: _Prefilling | None = None
+        self._last_prefill: _Prefilling | None = None
         self._drafted: Drafted | None = None
         self._scoring: Scoring | None = None
         self._can_score = False  # compiled
@@ -140,18 +142,18 @@ class Slots:
         self.size = self.sizes[0]
 
     def check(self, prompt: PreparedPrompt) -> None:
-        """Refuses a prompt that has no room in a slot.
+        """Refuses a prompt that exceeds a slot's capacity.
 
         Raises:
           UserError: too many biases or stop ids, or (`PromptTooLong`) prompt and answer are longer
             than `max_length`, which may be less than the engine's.
         """
-        for name, given, most in (
+        for name, tokens, limit in (
             ("logit_bias", prompt.sampling.logit_bias, MOST_BIASED),
             ("stop_ids", self.engine.stop_ids_of(prompt), MOST_STOP_IDS),
         ):
-            if len(given) > most:
-                raise UserError(f"{name}: want at most {most} tokens, got {len(given)}")
+            if len(tokens) > limit:
+                raise UserError(f"{name}: want at most {limit} tokens, got {len(tokens)}")
         if len(prompt.ids) + prompt.max_new_tokens > self.max_length:
             raise PromptTooLong(len(prompt.ids), prompt.max_new_tokens, self.max_length)
 
@@ -167,15 +169,15 @@ class Slots:
         return steps.put(self.weights, self._config, host)
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:
-        """Chunks of a prompt, the last one perhaps in part."""
+        """Chunks of a prompt; the last one may be partial."""
         return -(-len(prompt.ids) // self.chunk)
 
-    def _was_read(self, prompt: PreparedPrompt) -> bool:
-        """True if the last prompt read has the caches of this one, as for choices of one request.
+    def _has_prefill(self, prompt: PreparedPrompt) -> bool:
+        """True if the last prefill serves this prompt too, as for choices of one request.
 
-        The limit of new tokens counts too: some rotations depend on how long a text may become.
+        The limit of new tokens counts too: some rotations depend on how long a sequence may become.
         """
-        return self._last_read is not None and self._last_read.prompt[:2] == prompt[:2]
+        return self._last_prefill is not None and self._last_prefill.prompt[:2] == prompt[:2]
 
     def _name_blocks(self, prompt: PreparedPrompt) -> list[bytes]:
         draft, length = self._config.draft, len(prompt.ids) + prompt.max_new_tokens
@@ -185,98 +187,100 @@ class Slots:
 
     def shapes(self) -> "Slots":
         """Slots of the same shapes that hold nothing: their steps compile, and run nothing."""
-        other = copy(self)
-        held = other.weights, other._request, other._state
-        other.weights, other._request, other._state = steps.shapes_of(held)
-        other._reading = other._last_read = None
-        other.prefixes = Prefixes(self.prefixes.most)
-        return other
+        shapes = copy(self)
+        held = shapes.weights, shapes._request, shapes._state
+        shapes.weights, shapes._request, shapes._state = steps.shapes_of(held)
+        shapes._prefilling = shapes._last_prefill = None
+        shapes.prefixes = Prefixes(self.prefixes.most)
+        return shapes
 
     def samples(self) -> list[PreparedPrompt]:
-        """Prompts that cover every way of reading: the last one begins like the one before."""
+        """Prompts that cover all of prefill: the last one begins like the one before."""
         lengths = (1, self.chunk + 1, self.chunk + 2)
         return [PreparedPrompt([0] * n, 1, SamplingConfig(temperature=1.0)) for n in lengths]
 
-    def programs(self, size: int) -> list[Program]:
+    def round_kinds(self, size: int) -> list[RoundKind]:
         """All kinds of round that a batch of some size needs, the most frequent first."""
         trees = dict.fromkeys(self._tree(n, size) for n in range(1, size + 1))
         kinds = [(True, False), (False, False)] + ([(True, True)] if self.max_logprobs else [])
-        return [Program(tree, *kind) for kind in kinds for tree in trees]
+        return [RoundKind(tree, *kind) for kind in kinds for tree in trees]
 
-    def rare_programs(self, size: int) -> list[Program]:
+    def rare_kinds(self, size: int) -> list[RoundKind]:
         """Rounds without drafts and rounds with grammars, if there can be any."""
-        draftless = [Program(None, one, is_draftless=True) for one in (True, False)]
-        guided = [one._replace(is_guided=True) for one in self.programs(size) if one.is_sampled]
+        draftless = [RoundKind(None, is_sampled, is_draftless=True) for is_sampled in (True, False)]
+        guided = [
+            kind._replace(is_guided=True) for kind in self.round_kinds(size) if kind.is_sampled
+        ]
         can_guide = self.engine.tokenizer is not None
-        return draftless * self._can_rest(size) + guided * can_guide
+        return draftless * self._has_draftless(size) + guided * can_guide
 
-    def _can_rest(self, size: int) -> bool:
+    def _has_draftless(self, size: int) -> bool:
         """True if a batch of some size has rounds without the draft; larger ones do not."""
         return self._config.draft is not None and size == self.sizes[0]
 
-    def choose_program(self, prompts: Sequence[PreparedPrompt], *, has_logprobs: bool) -> Program:
-        """The cheapest round that serves these texts; all but the plainest imply sampling."""
+    def choose_kind(self, prompts: Sequence[PreparedPrompt], *, has_logprobs: bool) -> RoundKind:
+        """The cheapest round that serves these requests; all but the plainest imply sampling."""
         is_guided = any(prompt.guide for prompt in prompts)
         is_plain = all(prompt.sampling.is_plain for prompt in prompts)
         is_sampled = has_logprobs or is_guided or not is_plain
         wants_drafts = is_guided or any(prompt.drafts for prompt in prompts)
-        if self._can_rest(self.size) and not wants_drafts:
-            return Program(None, is_sampled, has_logprobs, is_draftless=True)
+        if self._has_draftless(self.size) and not wants_drafts:
+            return RoundKind(None, is_sampled, has_logprobs, is_draftless=True)
         tree = self._tree(len(prompts), self.size)
-        return Program(tree, is_sampled, has_logprobs, is_guided)
+        return RoundKind(tree, is_sampled, has_logprobs, is_guided)
 
-    def _tree(self, num_texts: int, size: int) -> TreeConfig | None:
-        """The tree for some texts; one for more if the batch is about to shrink."""
-        fewest = 1 + max((one for one in self.sizes if one < size), default=0)
-        return self._trees[max(num_texts, fewest) - 1]
+    def _tree(self, num_active: int, size: int) -> TreeConfig | None:
+        """The tree for some active slots; one for more if the batch is about to shrink."""
+        fewest = 1 + max((smaller for smaller in self.sizes if smaller < size), default=0)
+        return self._trees[max(num_active, fewest) - 1]
 
     # ----------------------------------------------------------------------------------------------
     # Grammars, on one process
 
-    def masks(self, guides: Mapping[int, Guide], num_texts: int) -> np.ndarray:
-        """Masks of the next token of some texts; a text in `guides` follows its grammar."""
-        return first_masks(guides, num_texts, self._config.target.vocab_size)
+    def masks(self, guides: Mapping[int, GrammarState], num_active: int) -> np.ndarray:
+        """Masks of the next token of some slots; a slot in `guides` follows its grammar."""
+        return first_masks(guides, num_active, self._config.target.vocab_size)
 
-    def walk(self, program: Program, guides: Mapping[int, Guide]) -> Plan:
+    def walk(self, kind: RoundKind, guides: Mapping[int, GrammarState]) -> Plan:
         """Walks the trees that `draft` drafted (see `walk_trees`)."""
         assert self._drafted is not None, "want draft first"
-        _, config, *_ = self._batch(program)
+        _, config, *_ = self._batch(kind)
         return walk_trees(config, self._drafted[0], guides)
 
     # ----------------------------------------------------------------------------------------------
     # Steps, the same on all processes
 
     def begin(self, prompt: PreparedPrompt) -> int:
-        """Begins to read a prompt; returns how many of its first chunks need not be read."""
-        self._reading = None  # left by a cancelled text
+        """Begins the prefill of a prompt; returns how many of its first chunks were cached."""
+        self._prefilling = None  # left by a cancelled request
         request = self._put(prompt)
-        if self._last_read is not None and self._was_read(prompt):
-            self._reading = self._last_read._replace(prompt=prompt, request=request)
+        if self._last_prefill is not None and self._has_prefill(prompt):
+            self._prefilling = self._last_prefill._replace(prompt=prompt, request=request)
             return self.num_chunks(prompt)
-        self._last_read, names = None, self._name_blocks(prompt)
+        self._last_prefill, names = None, self._name_blocks(prompt)
         prefill = steps.begin(self.weights, self._config, request)
         blocks = self.prefixes.find(names)
         for block in blocks:
             prefill = steps.append_block(self.weights, self._config, request, prefill, block)
-        self._reading = _Reading(prompt, request, prefill, names)
+        self._prefilling = _Prefilling(prompt, request, prefill, names)
         return len(blocks)
 
     def extend(self, first: int, last: int) -> None:
-        """Reads the chunks of the prompt from `first` up to `last`."""
-        assert self._reading is not None, "want begin first"
-        prompt, request, prefill, names = self._reading
-        chunk, rest = prefill_chunks()
+        """Prefills the chunks of the prompt from `first` up to `last`."""
+        assert self._prefilling is not None, "want begin first"
+        prompt, request, prefill, names = self._prefilling
+        chunk, short_chunk = prefill_chunks()
         num_whole, num_left = divmod(len(prompt.ids), chunk)
-        num_whole += num_left > rest
+        num_whole += num_left > short_chunk
         parts = [(chunk, first, min(last, num_whole))]
         if first <= num_whole < last:  # a short rest begins at a multiple of `chunk`
-            index = num_whole * chunk // rest
-            parts.append((rest, index, index + 1))
+            index = num_whole * chunk // short_chunk
+            parts.append((short_chunk, index, index + 1))
         for size, start, end in parts:
             if start < end:
                 config, bounds = self._config._replace(chunk=size), (np.int32(start), np.int32(end))
                 prefill = steps.extend(self.weights, config, request, prefill, bounds)
-        self._reading = self._reading._replace(prefill=prefill)
+        self._prefilling = self._prefilling._replace(prefill=prefill)
 
         def cut(index: int) -> steps.Block:
             start = np.int32(index * chunk)
@@ -284,63 +288,63 @@ class Slots:
 
         self.prefixes.keep(names, range(first, min(last, len(names))), cut)
 
-    def insert(self, slot: int, masks: np.ndarray | None = None) -> Rounds:
-        """Chooses the first new token and gives the text a slot.
+    def insert(self, slot: int, masks: np.ndarray | None = None) -> PackedRounds:
+        """Chooses the first new token and gives the request a slot.
 
         Args:
           masks: tokens that may be chosen (see `masks`); None: any.
         """
-        assert self._reading is not None, "want begin first"
-        _, one, prefill, _ = self._reading
-        self._reading, self._last_read = None, self._reading
+        assert self._prefilling is not None, "want begin first"
+        _, request, prefill, _ = self._prefilling
+        self._prefilling, self._last_prefill = None, self._prefilling
         masks = self.masks({}, 1) if masks is None else masks
-        batch = self._request, self._state, one, prefill, np.int32(slot), masks
+        batch = self._request, self._state, request, prefill, np.int32(slot), masks
         self._request, self._state, first = steps.insert(self.weights, self._config, *batch)
         return first
 
-    def run(self, program: Program, texts: Sequence[int], num_rounds: int = 1) -> Rounds:
+    def run(self, kind: RoundKind, active: Sequence[int], num_rounds: int = 1) -> PackedRounds:
         """Runs some rounds without grammars (see `run_step`); returns before they are done.
 
         Args:
-          texts: slots whose texts continue; texts of other slots end.
+          active: slots that continue; others end.
           num_rounds: how many, at most `rounds.MOST_ROUNDS`.
         """
         draft = self._state.draft
-        batch = self._batch(program)
-        state, rounds = run_step(*batch, texts=texts, num_rounds=num_rounds)
-        self._state = state.replace(draft=draft) if program.is_draftless else state
+        batch = self._batch(kind)
+        state, rounds = run_step(*batch, active=active, num_rounds=num_rounds)
+        self._state = state.replace(draft=draft) if kind.is_draftless else state
         return rounds
 
-    def draft(self, program: Program, texts: Sequence[int], masks: np.ndarray) -> None:
+    def draft(self, kind: RoundKind, active: Sequence[int], masks: np.ndarray) -> None:
         """Drafts the trees of a round with grammars.
 
         Args:
-          masks: tokens that may follow each text (see `masks`).
+          masks: tokens that may follow in each slot (see `masks`).
         """
-        batch = *self._batch(program), mark(texts, self.size), masks
+        batch = *self._batch(kind), mark(active, self.size), masks
         self._state, self._drafted = live.draft(*batch)
 
-    def verify(self, program: Program, plan: Plan) -> Rounds:
+    def verify(self, kind: RoundKind, plan: Plan) -> PackedRounds:
         """Ends a round that `draft` began; returns before it is done.
 
         Args:
           plan: what `walk` returned on one of the processes.
         """
-        self._state, rounds = live.verify(*self._batch(program), self._drafted, plan)
+        self._state, rounds = live.verify(*self._batch(kind), self._drafted, plan)
         self._drafted = None
         return rounds
 
-    def _batch(self, program: Program) -> tuple[Weights, DecodeConfig, Request, DecodeState]:
+    def _batch(self, kind: RoundKind) -> tuple[Weights, StaticShape, Request, DecodeState]:
         """The arguments of all rounds of some kind."""
-        tree, logprobs = program.tree, self.max_logprobs if program.has_logprobs else 0
+        tree, logprobs = kind.tree, self.max_logprobs if kind.has_logprobs else 0
         config = self._config._replace(num_logprobs=logprobs, drafts=tree is not None)
         if tree is not None:
             config = config._replace(tree=tree)
         request = self._request
-        if not program.is_sampled:
+        if not kind.is_sampled:
             request = request.replace(sampling=None)
         state = self._state
-        if program.is_draftless:
+        if kind.is_draftless:
             config, state = config._replace(draft=None), state.replace(draft=None)
         return self.weights, config, request, state
 
@@ -357,7 +361,7 @@ class Slots:
             self._can_score = True
 
     def begin_scores(self, ids: Sequence[int]) -> None:
-        """Begins to score the tokens of a prompt; texts may be decoded meanwhile."""
+        """Begins to score the tokens of a prompt; slots may be decoded meanwhile."""
         self._scoring = Scoring(self.weights, self._scoring_config, ids)
 
     def score_next(self) -> Logprobs:
@@ -366,11 +370,11 @@ class Slots:
         return self._scoring.score_next(self.weights)
 
     def resize(self, size: int, order: Sequence[int]) -> None:
-        """Moves texts into a batch of another size.
+        """Moves slots into a batch of another size.
 
         Args:
           size: one of `sizes`.
-          order: slots whose texts are kept, in their new order.
+          order: slots that are kept, in their new order.
         """
         index = np.zeros(size, np.int32)
         index[: len(order)] = order
@@ -384,9 +388,9 @@ class Slots:
         """Replaces the target's parameters.
 
         Raises:
-          UserError: the update failed; the old parameters and all texts stay.
+          UserError: the update failed; the old parameters and all requests stay.
         """
-        self._last_read = None  # computed with the old parameters
+        self._last_prefill = None  # computed with the old parameters
         self.prefixes.clear()
         try:
             self.engine.update_weights(params)
@@ -398,13 +402,13 @@ class Slots:
 
 
 def run_guided_round(
-    slots: Any, program: Program, texts: Sequence[int], guides: Mapping[int, Guide]
-) -> Rounds:
+    slots: Any, kind: RoundKind, active: Sequence[int], guides: Mapping[int, GrammarState]
+) -> PackedRounds:
     """Runs a round with grammars; returns before it is verified.
 
     Args:
-      texts: slots whose texts continue; texts of other slots end.
-      guides: grammars by slot, after all tokens of these texts.
+      active: slots that continue; others end.
+      guides: grammars by slot, after all of its tokens.
     """
-    slots.draft(program, texts, slots.masks(guides, slots.size))
-    return slots.verify(program, slots.walk(program, guides))
+    slots.draft(kind, active, slots.masks(guides, slots.size))
+    return slots.verify(kind, slots.walk(kind, guides))

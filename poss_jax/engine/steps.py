@@ -1,4 +1,4 @@
-"""Steps of slots: prompts come alone, chunk by chunk, and get a place in a running batch.
+"""Steps of slots: prefill of one prompt, chunk by chunk, and its insertion into a running batch.
 
 The scheduler chooses which step comes next; rounds of all slots are in `rounds.py`. Given the
 shapes of weights (`shapes_of`) in place of weights, these steps compile and return shapes.
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Request, Weights
+from poss_jax.decode.state import DecodeState, Logprobs, Request, StaticShape, Weights
 from poss_jax.engine.prompts import HostRequest, make_request
-from poss_jax.engine.rounds import Rounds, jit_step, pack_first
+from poss_jax.engine.rounds import PackedRounds, jit_step, pack_first
 from poss_jax.model.cache import KeysValues, KVCache, commit_rows, cut_rows
 from poss_jax.model.target import Prefill, end_prefill, read_logits, verify
 from poss_jax.shapes import Array, Bool, Int, UInt
@@ -34,27 +34,27 @@ class Block(NamedTuple):
 
 
 def _make_empty(
-    weights: Weights, config: DecodeConfig, request: Request, slots: Int[Array, " B"]
+    weights: Weights, config: StaticShape, request: Request, slots: Int[Array, " B"]
 ) -> tuple[Request, DecodeState]:
     """Makes empty slots with the shapes of a request and its first state."""
 
-    def room(leaf: Array) -> Array:
+    def empty_rows(leaf: Array) -> Array:
         return jnp.zeros((len(slots), *leaf.shape[1:]), leaf.dtype)
 
     first = speculate.start(weights, config, request)
-    request, state = jax.tree.map(room, (request, first))
+    request, state = jax.tree.map(empty_rows, (request, first))
     output = state.output.replace(is_done=jnp.ones(len(slots), bool))
     return request, state.replace(output=output)
 
 
-def _put(weights: Weights, config: DecodeConfig, host: HostRequest) -> Request:
+def _put(weights: Weights, config: StaticShape, host: HostRequest) -> Request:
     del weights, config
     return make_request(host)
 
 
 def _cut_block(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     prefill: Prefill,
     first: Int[Array, ""],
@@ -69,9 +69,9 @@ def _cut_block(
 
 
 def _append_block(
-    weights: Weights, config: DecodeConfig, request: Request, prefill: Prefill, block: Block
+    weights: Weights, config: StaticShape, request: Request, prefill: Prefill, block: Block
 ) -> Prefill:
-    """Takes the next chunk of a prompt from a block, instead of reading it."""
+    """Takes the next chunk of a prompt from a block, instead of computing it."""
     del weights, request
 
     def append(cache: KVCache, rows: KeysValues) -> KVCache:
@@ -83,34 +83,36 @@ def _append_block(
 
 def _insert(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
-    one: Request,
+    new_request: Request,
     prefill: Prefill,
     slot: Int[Array, ""],
     allowed: UInt[Array, "1 words"],
-) -> tuple[Request, DecodeState, Rounds]:
-    """Chooses the first token of a prompt that was read, and gives the text a slot."""
-    out = end_prefill(weights.target, prefill, one.lengths)
-    first = speculate.first_state(weights, config, one, out, allowed)
+) -> tuple[Request, DecodeState, PackedRounds]:
+    """Chooses the first token of a prefilled prompt, and gives the request a slot."""
+    out = end_prefill(weights.target, prefill, new_request.lengths)
+    first = speculate.first_state(weights, config, new_request, out, allowed)
 
-    def place(stored: Array, new: Array) -> Array:
+    def write(stored: Array, new: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(stored, new, slot, 0)
 
-    request, state = (jax.tree.map(place, *pair) for pair in ((request, one), (state, first)))
+    request, state = (
+        jax.tree.map(write, *pair) for pair in ((request, new_request), (state, first))
+    )
     return request, state, pack_first(first.output)
 
 
 def _move(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     state: DecodeState,
     index: Int[Array, " B"],
     is_kept: Bool[Array, " B"],
 ) -> tuple[Request, DecodeState]:
-    """Moves texts into a batch of another size; slots that are not kept end."""
+    """Moves slots into a batch of another size; slots that are not kept end."""
     del weights, config
     request, state = jax.tree.map(lambda rows: jnp.take(rows, index, axis=0), (request, state))
     output = state.output.replace(is_done=state.output.is_done | ~is_kept)
@@ -120,7 +122,7 @@ def _move(
 @jax.named_scope("score")
 def _score_chunk(
     weights: Weights,
-    config: DecodeConfig,
+    config: StaticShape,
     request: Request,
     prefill: Prefill,
     index: Int[Array, ""],
@@ -165,13 +167,13 @@ def _join(blocks: Array) -> Array:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Shapes, dtypes and places of the arrays of a tree, as a step of slots takes them."""
+    """Shapes, dtypes and shardings of the arrays of a tree, as a step of slots takes them."""
 
     def shape_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        place = leaf.sharding if leaf.committed else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        sharding = leaf.sharding if leaf.committed else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(shape_of, tree)
 

@@ -1,4 +1,4 @@
-"""Between the scheduler's thread and others: answers on their way, functions to run, counts."""
+"""Between the scheduler's thread and others: tickets for answers, functions to run, counts."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ Chunks = AsyncIterator[tuple[int, Chunk] | None]
 """Index of an answer and its next chunk; None: nothing new for a while."""
 
 
-class Stream:
+class Ticket:
     """The answer to one request, chunk by chunk, to be read once; the last chunk holds all of it.
 
     The scheduler's thread fills it, any thread or event loop reads it.
@@ -79,21 +79,21 @@ class Stream:
 
     def _take(self) -> Chunk | None:
         """Joins all chunks that have arrived, up to an error; raises that once nothing is left."""
-        whole = None
+        joined = None
         while self._error is None and not self._chunks.empty():
             item = self._chunks.get()
             if isinstance(item, Exception):
                 self._error = item
                 self._wake()  # so that it is raised next
             else:
-                whole = item if whole is None else whole + item
-        if whole is None and self._error is not None:
+                joined = item if joined is None else joined + item
+        if joined is None and self._error is not None:
             raise self._error
-        return whole
+        return joined
 
 
 async def merge(
-    streams: Sequence[Stream], *, patience: float | None = None, interval: float = 0.0
+    tickets: Sequence[Ticket], *, patience: float | None = None, interval: float = 0.0
 ) -> Chunks:
     """Yields chunks of several answers with their indices; None after a quiet interval.
 
@@ -113,21 +113,21 @@ async def merge(
         with suppress(RuntimeError):  # the loop is closed: nobody reads
             loop.call_soon_threadsafe(has_more.set)
 
-    for stream in streams:
-        stream._wake = wake
-    num_open = len(streams)
+    for ticket in tickets:
+        ticket._wake = wake
+    num_open = len(tickets)
     while num_open:
         has_more.clear()
-        delivered = list[Stream]()
-        for index, stream in enumerate(streams):
-            if chunk := stream._take():
+        delivered = list[Ticket]()
+        for index, ticket in enumerate(tickets):
+            if chunk := ticket._take():
                 num_open -= chunk.answer is not None
                 yield index, chunk
-                delivered.append(stream)
+                delivered.append(ticket)
         now = time.monotonic()
-        for stream in delivered:
-            stream._quiet_until = now + interval
-        quiet = [stream._quiet_until - now for stream in streams if stream._quiet_until > now]
+        for ticket in delivered:
+            ticket._quiet_until = now + interval
+        quiet = [ticket._quiet_until - now for ticket in tickets if ticket._quiet_until > now]
         try:
             async with asyncio.timeout(min(quiet, default=patience)):
                 if num_open:
@@ -141,7 +141,7 @@ class Calls:
     """Functions that wait, and their results; false if none waits.
 
     Attributes:
-      alone: those that run while no text is decoded.
+      alone: those that run while nothing is decoded.
       between: those that run between rounds.
     """
 
@@ -186,14 +186,14 @@ class Stats:
 
     Attributes:
       rounds: rounds that were run.
-      drafts: trees drafted, one per text and round.
+      drafts: trees drafted, one per slot and round.
       drafted: positions those trees offered along the accepted path.
       accepted: how often a draft was accepted, by position from 1.
       tokens: tokens delivered.
       prompt_tokens: tokens of prompts.
-      cached_tokens: prompt tokens copied from earlier prompts instead of read.
+      cached_tokens: prompt tokens copied from earlier prompts instead of computed.
       finished: answers by stop reason.
-      compilations: programs that texts waited for although there was a `warm_up`.
+      compilations: programs that requests waited for although there was a `warm_up`.
       compile_seconds: how long these took to compile.
     """
 
@@ -221,10 +221,10 @@ class Stats:
             jax.monitoring.unregister_event_duration_listener(self._count_compilation)
         self._thread = None
 
-    def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:
+    def _count_compilation(self, event: str, duration_secs: float, **details: Any) -> None:
         is_ours = threading.current_thread() is self._thread
         if is_ours and event == "/jax/core/compile/backend_compile_duration":
             self.compilations += 1
             self.compile_seconds += duration_secs
-            name = about.get("fun_name", "a program")
+            name = details.get("fun_name", "a program")
             _LOG.warning("compiled %s after the warm-up, in %.1f s", name, duration_secs)

@@ -97,10 +97,10 @@ class TextStream:
             return pieces
         self._held += pieces
         held = "".join(piece.text for piece in self._held)
-        found = [(held.find(string), string) for string in self._stop if string in held]
-        if found:
+        matches = [(held.find(string), string) for string in self._stop if string in held]
+        if matches:
             self.is_stopped = True
-            _, start = min((at + len(string), at) for at, string in found)
+            _, start = min((at + len(string), at) for at, string in matches)
             shown, self._held = self._split(start)[0], []
             return shown
         shown, self._held = self._split(len(held) - self._num_undecided(held))
@@ -115,14 +115,14 @@ class TextStream:
 
     def _split(self, end: int) -> tuple[list[Piece], list[Piece]]:
         """Cuts the held pieces after `end` characters."""
-        before: list[Piece] = []
-        after: list[Piece] = []
+        head: list[Piece] = []
+        tail: list[Piece] = []
         for piece in self._held:
             length = max(0, min(end, len(piece.text)))
-            before.append(piece._replace(text=piece.text[:length]))
-            after.append(piece._replace(text=piece.text[length:]))
+            head.append(piece._replace(text=piece.text[:length]))
+            tail.append(piece._replace(text=piece.text[length:]))
             end -= len(piece.text)
-        return [piece for piece in before if piece.text], [piece for piece in after if piece.text]
+        return [piece for piece in head if piece.text], [piece for piece in tail if piece.text]
 
 
 class _Decoder:
@@ -173,9 +173,9 @@ class _Decoder:
             return
         half = _MOST_UNDECIDED // 2
         for end in range(half, half - 4, -1):  # a character has at most four bytes
-            settled, rest = self._decode(self._ids[:end]), self._ids[end:]
-            if len(settled) <= self._num_shown and settled + self._decode(rest) == text:
-                self._ids, self._num_shown = rest, self._num_shown - len(settled)
+            settled, pending = self._decode(self._ids[:end]), self._ids[end:]
+            if len(settled) <= self._num_shown and settled + self._decode(pending) == text:
+                self._ids, self._num_shown = pending, self._num_shown - len(settled)
                 return
 
     def flush(self) -> list[Piece]:
@@ -194,10 +194,10 @@ def decode_behind(
     tokenizer: Any, anchor: int | None, tokens: Sequence[int], *, skip_special_tokens: bool = True
 ) -> str:
     """Decodes tokens as text that follows the anchor; None decodes them alone."""
-    before = [] if anchor is None else [anchor]
-    shown = tokenizer.decode(before, skip_special_tokens=True)
-    whole = tokenizer.decode([*before, *tokens], skip_special_tokens=skip_special_tokens)
-    return whole[len(shown) :]
+    prefix = [] if anchor is None else [anchor]
+    shown = tokenizer.decode(prefix, skip_special_tokens=True)
+    text = tokenizer.decode([*prefix, *tokens], skip_special_tokens=skip_special_tokens)
+    return text[len(shown) :]
 
 
 def find_anchor(tokenizer: Any, tokens: Sequence[int]) -> int | None:
@@ -220,16 +220,16 @@ def token_bytes(tokenizer: Any, token: int) -> bytes | None:
     name = tokenizer.convert_ids_to_tokens(token) or ""
     if _BYTE.fullmatch(name):
         return bytes([int(name[1:-1], 16)])
-    known = byte_letters()
-    return bytes(map(known.__getitem__, name)) if name and known.keys() >= set(name) else None
+    letters = byte_letters()
+    return bytes(map(letters.__getitem__, name)) if name and letters.keys() >= set(name) else None
 
 
 @lru_cache(maxsize=1)
 def byte_letters() -> dict[str, int]:
     """Maps letters of byte-level names to bytes; unprintable bytes have letters from U+0100."""
     kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (byte for byte in range(256) if byte not in kept)
-    moved = {chr(256 + index): byte for index, byte in enumerate(others)}
+    unprintable = (byte for byte in range(256) if byte not in kept)
+    moved = {chr(256 + index): byte for index, byte in enumerate(unprintable)}
     return {chr(byte): byte for byte in kept} | moved
 
 

@@ -44,8 +44,8 @@ ACCELERATOR_TREES: Trees = {
 }
 """Trees of an accelerator: as many nodes in all as it verifies in about the time of one.
 
-By the cost card (docs/generate.md, "Trees by batch size"); on an H100, 6/10/60 for 16 texts would
-be slower than no draft.
+By the cost card (docs/generate.md, "Trees by batch size"); on an H100, 6/10/60 for 16 requests
+would be slower than no draft.
 """
 
 
@@ -71,15 +71,15 @@ def default_trees() -> Trees:
     return {1: CPU_TREE} if jax.default_backend() == "cpu" else ACCELERATOR_TREES
 
 
-def choose_trees(wanted: TreeConfig | Trees | None, draft: Params | None = None) -> Trees:
+def choose_trees(chosen: TreeConfig | Trees | None, draft: Params | None = None) -> Trees:
     """Trees per batch size: the wanted ones, else the device's default; clamped to the draft.
 
     Args:
-      wanted: what was given or, failing that, tuned.
+      chosen: what was given or, failing that, tuned.
       draft: parameters of the draft; without one nothing is clamped.
     """
-    wanted = wanted or default_trees()
-    trees = {1: wanted} if isinstance(wanted, TreeConfig) else wanted
+    chosen = chosen or default_trees()
+    trees = {1: chosen} if isinstance(chosen, TreeConfig) else chosen
     if not draft:
         return trees
     num_tokens = draft["head"]["weight"].shape[0]
@@ -106,11 +106,11 @@ def tree_for(trees: Trees, batch_size: int) -> TreeConfig | None:
 
 
 def cover_trees(trees: Sequence[TreeConfig | None]) -> TreeConfig | None:
-    """The smallest tree whose arrays have room for each of these; None if none drafts."""
+    """The smallest tree whose arrays can hold each of these; None if none drafts."""
     drafted = [asdict(tree) for tree in trees if tree is not None]
     if not drafted:
         return None
-    return TreeConfig(**{name: max(one[name] for one in drafted) for name in drafted[0]})
+    return TreeConfig(**{name: max(tree[name] for tree in drafted) for name in drafted[0]})
 
 
 def read_trees(path: AnyPath) -> Trees:
@@ -168,8 +168,8 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = No
     path = tuned_file(draft, mesh)
     if not path.is_file():
         here = f"{_devices(mesh)} (poss tune tunes it here)"
-        for other in sorted(as_path(draft).glob("trees.*.yaml"))[:1]:
-            _skip(other, f"on another kind of device than this one, {here}")
+        for foreign in sorted(as_path(draft).glob("trees.*.yaml"))[:1]:
+            _skip(foreign, f"on another kind of device than this one, {here}")
         return None
     values = read_yaml(path)
     trees, tuned = _check_trees(path, values), values.get(_TUNED)
@@ -195,21 +195,21 @@ def write_tuned(
     trees: Trees,
     record: ModelRecord,
     *,
-    about: Mapping[str, Any],
+    header: Mapping[str, Any],
     comments: Mapping[int, str],
     mesh: Mesh | None = None,
 ) -> None:
     """Writes trees so that `read_trees` and `find_tuned` read them; written atomically.
 
     Args:
-      about: how they were tuned, JSON-compatible.
+      header: how they were tuned, JSON-compatible.
       comments: a line for the reader per batch size.
 
     Raises:
       UserError: it cannot be written.
     """
     lines = ["# Batch size -> draft tree; null decodes without the draft. Made by poss tune."]
-    tuned = _identity(record, mesh) | dict(about)
+    tuned = _identity(record, mesh) | dict(header)
     lines.append(f"{_TUNED}: {json.dumps(tuned)}")  # JSON is valid YAML
     for size, tree in sorted(trees.items()):
         lines.append(f"{size}: {json.dumps(tree and asdict(tree))}  # {comments[size]}")

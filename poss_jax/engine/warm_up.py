@@ -1,11 +1,11 @@
-"""The warm-up: compiles the steps of slots in the order of use; texts need not wait for all.
+"""The warm-up: compiles the steps of slots in the order of use; requests need not wait for all.
 
-    reading, insert ─┐
+    prefill, insert ─┐
     first rounds ────┴─► other rounds of the first size ─► all of the second size ─► ...
-                     └─ from here on texts are decoded      the last size ─► rare rounds
+                     └─ from here on slots are decoded      the last size ─► rare rounds
 
-Steps of `Slots.shapes` run nothing, so they compile in another thread while texts are decoded. No
-text depends on the size of its batch or on the kind of its rounds, so none depends on what is
+Steps of `Slots.shapes` run nothing, so they compile in another thread while slots are decoded. No
+answer depends on the size of its batch or on the kind of its rounds, so none depends on what is
 compiled.
 """
 
@@ -21,26 +21,26 @@ import jax
 
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.rounds import Rounds
-from poss_jax.engine.slots import Program, Slots, run_guided_round
+from poss_jax.engine.rounds import PackedRounds
+from poss_jax.engine.slots import RoundKind, Slots, run_guided_round
 
 _ROUND_WEIGHT = 6  # rounds take about six times as long to compile as other steps
 
 
 class _Task(NamedTuple):
     run: Callable[[], Any]
-    program: Program | None = None  # rounds that it compiles
+    kind: RoundKind | None = None  # rounds that it compiles
     size: int | None = None  # batch size that can be used from then on
     guided_size: int | None = None  # batch size of rounds with grammars
 
 
 class WarmUp:
-    """What is compiled, and what is still to come; iterating over it compiles, task by task.
+    """A list of what is compiled and what is to come; iterating over it compiles, task by task.
 
     Attributes:
-      sizes: batch sizes that are compiled, ascending; texts can be decoded once there is one.
+      sizes: batch sizes that are compiled, ascending; slots can be decoded once there is one.
       guided_sizes: those whose rounds with grammars are compiled.
-      wants_guided: a text waits for such rounds, so they are compiled next.
+      wants_guided: a request waits for such rounds, so they are compiled next.
       ready_at, guided_at: when there was the first of `sizes` and `guided_sizes`, as
         `time.monotonic` counts; None: not yet.
     """
@@ -57,7 +57,7 @@ class WarmUp:
         self.ready_at: float | None = None
         self.guided_at: float | None = None
         self._slots, self._first = slots, slots.sizes[0]
-        self._rounds: list[Program] = []  # of the first size
+        self._rounds: list[RoundKind] = []  # of the first size
         self._left, self._done = list(_list_tasks(slots)), list[_Task]()
         self._begun, self._finished = 0.0, 0.0
 
@@ -71,18 +71,18 @@ class WarmUp:
             ahead.start()
         while self._left:
             task = self._next()
-            if task.program is not None and ahead.is_alive():
+            if task.kind is not None and ahead.is_alive():
                 ahead.join()
             jax.block_until_ready(task.run())
             self._left.remove(task)
             self._done.append(task)
             self._finished = time.monotonic()
-            if task.program is not None and task.size == self._first:
-                self._rounds.append(task.program)
+            if task.kind is not None and task.size == self._first:
+                self._rounds.append(task.kind)
             if task.size is not None and task.size not in self.sizes:
                 self.ready_at = self.ready_at or self._finished
                 self.sizes = (*self.sizes, task.size)
-            sizes_left = {one.guided_size for one in self._left}
+            sizes_left = {t.guided_size for t in self._left}
             if task.guided_size is not None and task.guided_size not in sizes_left:
                 self.guided_at = self.guided_at or self._finished
                 self.guided_sizes = (*self.guided_sizes, task.guided_size)
@@ -91,13 +91,13 @@ class WarmUp:
     def _next(self) -> _Task:
         """The next task; on several hosts all have the same order."""
         can_choose = self.wants_guided and isinstance(self._slots, Slots)
-        guided = (one for one in self._left if can_choose and one.guided_size in self.sizes)
+        guided = (task for task in self._left if can_choose and task.guided_size in self.sizes)
         return next(guided, self._left[0])
 
     def _compile_rounds(self) -> None:
         """Compiles the first rounds, which take as long as all that comes before them."""
         with suppress(Exception):  # their own task fails again
-            self._slots.shapes().run(self._slots.programs(self._first)[0], ())
+            self._slots.shapes().run(self._slots.round_kinds(self._first)[0], ())
 
     @property
     def is_done(self) -> bool:
@@ -108,8 +108,8 @@ class WarmUp:
         done, total = len(self._done), len(self)
         if self.is_done:
             return f"compiled {total} of {total}"
-        about = f", about {self._seconds_left():.0f} s left" if done else ""
-        return f"compiling {done + 1} of {total}{about}"
+        remaining = f", about {self._seconds_left():.0f} s left" if done else ""
+        return f"compiling {done + 1} of {total}{remaining}"
 
     def _seconds_left(self) -> float:
         """Seconds until all is compiled, if the rest takes as long as what is done."""
@@ -118,24 +118,24 @@ class WarmUp:
         return max(seconds, per_weight * _weigh(self._left[1:]))
 
     def serves(self, size: int, *, has_logprobs: bool, is_guided: bool) -> bool:
-        """Tells whether a text can be decoded in a batch, with all that it wants."""
+        """Tells whether a request can be decoded in a batch, with all that it wants."""
         if is_guided:
             return size in self.guided_sizes
-        return any(one.has_logprobs or not has_logprobs for one in self._rounds)
+        return any(kind.has_logprobs or not has_logprobs for kind in self._rounds)
 
-    def nearest(self, program: Program, size: int) -> Program:
-        """Rounds that give the same text and are compiled, at best those asked for."""
-        if size != self._first or program.is_guided or program in self._rounds:
-            return program
+    def nearest(self, kind: RoundKind, size: int) -> RoundKind:
+        """Rounds that give the same tokens and are compiled, at best those asked for."""
+        if size != self._first or kind.is_guided or kind in self._rounds:
+            return kind
         return next(
-            one
-            for one in self._rounds
-            if one.is_sampled >= program.is_sampled and one.has_logprobs >= program.has_logprobs
+            kind
+            for kind in self._rounds
+            if kind.is_sampled >= kind.is_sampled and kind.has_logprobs >= kind.has_logprobs
         )
 
 
 def _weigh(tasks: list[_Task]) -> int:
-    return sum(_ROUND_WEIGHT if task.program else 1 for task in tasks)
+    return sum(_ROUND_WEIGHT if task.kind else 1 for task in tasks)
 
 
 def _list_tasks(slots: Slots | Leader) -> Iterator[_Task]:
@@ -146,33 +146,33 @@ def _list_tasks(slots: Slots | Leader) -> Iterator[_Task]:
         if (size, slots.size) != (first, first):
             yield _Task(partial(_resize, slots, size))
         yield _Task(partial(_insert, slots))
-        for program in slots.programs(size):
-            yield _Task(partial(slots.run, program, ()), program, first if size == first else None)
+        for kind in slots.round_kinds(size):
+            yield _Task(partial(slots.run, kind, ()), kind, first if size == first else None)
         if size != first:
             yield _Task(partial(_resize, slots, first), size=size)
     # Apart, since these may be run out of order, while the batch has another size.
     apart = copy(slots) if isinstance(slots, Slots) else slots
     for size in slots.sizes:
-        for program in slots.rare_programs(size):
-            run = partial(_run_at, apart, size, program)
-            of_size = {"guided_size" if program.is_guided else "size": size}
-            yield _Task(run, program, **of_size)
+        for kind in slots.rare_kinds(size):
+            run = partial(_run_at, apart, size, kind)
+            of_size = {"guided_size" if kind.is_guided else "size": size}
+            yield _Task(run, kind, **of_size)
 
 
 def _read(slots: Slots | Leader, prompt: PreparedPrompt) -> None:
     slots.extend(slots.begin(prompt), slots.num_chunks(prompt))
 
 
-def _insert(slots: Slots | Leader) -> Rounds:
+def _insert(slots: Slots | Leader) -> PackedRounds:
     _read(slots, slots.samples()[0])
     return slots.insert(0)
 
 
-def _run_at(slots: Slots | Leader, size: int, program: Program) -> Rounds:
+def _run_at(slots: Slots | Leader, size: int, kind: RoundKind) -> PackedRounds:
     """Runs an empty round in a size, and returns to the first one."""
     _resize(slots, size)
-    is_guided = program.is_guided
-    rounds = run_guided_round(slots, program, (), {}) if is_guided else slots.run(program, ())
+    is_guided = kind.is_guided
+    rounds = run_guided_round(slots, kind, (), {}) if is_guided else slots.run(kind, ())
     _resize(slots, slots.sizes[0])
     return rounds
 

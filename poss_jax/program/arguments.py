@@ -72,12 +72,12 @@ class Option(NamedTuple):
     Attributes:
       flag: such as `--tree-depth`.
       key: such as `tree.depth`.
-      about: the key's declaration.
+      declaration: the key's declaration.
     """
 
     flag: str
     key: str
-    about: Key
+    declaration: Key
 
 
 def list_options(kind: Any, also: Sequence[str] = ()) -> list[Option]:
@@ -87,11 +87,11 @@ def list_options(kind: Any, also: Sequence[str] = ()) -> list[Option]:
       also: keys of other sections that get an option.
     """
     options = []
-    for key, about in list_keys(kind).items():
+    for key, declaration in list_keys(kind).items():
         section, _, name = key.rpartition(".")
-        if not about.is_section and (section in ("", "sampling", "tree") or key in also):
+        if not declaration.is_section and (section in ("", "sampling", "tree") or key in also):
             name = f"tree_{name}" if section == "tree" else name
-            options.append(Option(f"--{_NAMES.get(key, name).replace('_', '-')}", key, about))
+            options.append(Option(f"--{_NAMES.get(key, name).replace('_', '-')}", key, declaration))
     return options
 
 
@@ -127,11 +127,11 @@ def read_arguments(
     if getattr(args, "tree", None) is not None:
         _set_tree(values, args.tree, kind)
         given_as["tree"] = "--tree"
-    given = {one: getattr(args, one.key) for one in options if getattr(args, one.key) is not None}
-    for option, value in given.items():
+    chosen = {o: getattr(args, o.key) for o in options if getattr(args, o.key) is not None}
+    for option, value in chosen.items():
         _set(values, option, value, _defaults(kind).get("tree"))
     for option in options:
-        if option.about.is_required and option.key not in values:
+        if option.declaration.is_required and option.key not in values:
             raise UserError(
                 f"want {option.flag} {_metavar(option)}, or the key {option.key} in the file that "
                 "--config names; see --help"
@@ -140,13 +140,13 @@ def read_arguments(
         kind,
         values,
         origin=args.config or "options",
-        given_as=given_as | {option.key: option.flag for option in given},
+        given_as=given_as | {option.key: option.flag for option in chosen},
     )
-    ways = getattr(config, "methods", {}).values()
-    check_depths([getattr(config, "tree", None), *(way.tree for way in ways)])
+    methods = getattr(config, "methods", {}).values()
+    check_depths([getattr(config, "tree", None), *(method.tree for method in methods)])
     sampling = getattr(config, "sampling", None)
     if isinstance(sampling, SamplingConfig):  # else the model has a say (`choose_sampling`)
-        names = {option.key.rpartition(".")[2] for option in given}
+        names = {option.key.rpartition(".")[2] for option in chosen}
         warn_of_idle(sampling, [name for name in FILTERS if name in names])
     return config, args
 
@@ -223,18 +223,18 @@ def _has_configs(example: str) -> bool:
 def _describe_other_keys(kind: Any, options: Sequence[Option], *, shows_all: bool) -> str | None:
     """Describes the keys that have no option; in short names their sections, and --help-all."""
     with_option = {option.key for option in options}
-    others = {
-        key: about
-        for key, about in list_keys(kind).items()
-        if not about.is_section and key not in with_option
+    further = {
+        key: declaration
+        for key, declaration in list_keys(kind).items()
+        if not declaration.is_section and key not in with_option
     }
     if not shows_all:
-        sections = ", ".join(dict.fromkeys(key.split(".")[0] for key in others))
+        sections = ", ".join(dict.fromkeys(key.split(".")[0] for key in further))
         more = f", and the keys of {sections}" if sections else ""
         return textwrap.fill(f"--help-all shows all options{more}.", 79)
     lines = [
-        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(about), 72), _INDENT)}"
-        for key, about in others.items()
+        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(declaration), 72), _INDENT)}"
+        for key, declaration in further.items()
     ]
     return "\n".join(["further keys:", *lines]) if lines else None
 
@@ -248,7 +248,7 @@ def _add_options(
     shows_all: bool,
 ) -> None:
     """Adds options under their headings; in short those under none are not listed."""
-    defaults, left = _defaults(kind), {option.key: option for option in options}
+    defaults, remaining = _defaults(kind), {option.key: option for option in options}
     for title, keys in _SHOWN.items():
         group = parser.add_argument_group(title)
         for flag, settings in actions.items() if title == "run" else ():
@@ -256,12 +256,12 @@ def _add_options(
         if title == "speed" and "tree" in defaults:
             text = _TREE_HELP if "trees" in defaults else _TREE_HELP.replace(", none", "")
             group.add_argument("--tree", metavar="D/K/N", help=text)
-        for option in [left.pop(key) for key in keys.split() if key in left]:
+        for option in [remaining.pop(key) for key in keys.split() if key in remaining]:
             _add(group, option, defaults.get("tree"))
     group = parser.add_argument_group("more" if shows_all else "required")
-    for option in left.values():
+    for option in remaining.values():
         action = _add(group, option, defaults.get("tree"))
-        if not (shows_all or option.about.is_required):
+        if not (shows_all or option.declaration.is_required):
             action.help = argparse.SUPPRESS
 
 
@@ -270,8 +270,8 @@ def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action
 
     The option's text is checked when the config is built.
     """
-    default, kind = option.about.default, _kind(option)
-    text = option.about.help
+    default, kind = option.declaration.default, _kind(option)
+    text = option.declaration.help
     if kind is bool:
         if default:
             text = f"Do not {text[0].lower()}{text[1:]}"
@@ -283,29 +283,29 @@ def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action
             text += " The option may be repeated."
         elif option.key.startswith("tree.") and tree is None:
             text += " (default: the device's)"
-        elif option.key.startswith("sampling.") and option.about.default is None:
+        elif option.key.startswith("sampling.") and option.declaration.default is None:
             text += " (default: the model's)"
         else:
-            text = _help_of(option.about)
+            text = _help_of(option.declaration)
     return group.add_argument(option.flag, dest=option.key, help=text.replace("%", "%%"), **action)
 
 
-def _help_of(about: Key) -> str:
+def _help_of(key: Key) -> str:
     """The help of a key, with its default as a config says it."""
-    default = [*about.default] if isinstance(about.default, tuple) else about.default
+    default = [*key.default] if isinstance(key.default, tuple) else key.default
     shown = f"{default:g}" if isinstance(default, float) else default
-    return about.help + ("" if default in (None, []) else f" (default: {shown})")
+    return key.help + ("" if default in (None, []) else f" (default: {shown})")
 
 
 def _shorten_help(text: str, words: Sequence[str]) -> str:
     """The beginning of a help text, and the default; nothing of an option for an absent other."""
-    other = re.match(r"With (--[\w-]+)", text)
-    if text == argparse.SUPPRESS or (other and other[1] not in words):
+    required = re.match(r"With (--[\w-]+)", text)
+    if text == argparse.SUPPRESS or (required and required[1] not in words):
         return argparse.SUPPRESS
-    about, *default = re.split(r" (?=\(default: [^()]*\)$)", text)
-    about = re.split(r"[.;](?: |$)| \(docs/", about)[0]
-    about = about if len(about) <= _LONGEST_TEXT else re.split(r": | \(", about)[0]
-    return " ".join([about, *default])
+    summary, *default = re.split(r" (?=\(default: [^()]*\)$)", text)
+    summary = re.split(r"[.;](?: |$)| \(docs/", summary)[0]
+    summary = summary if len(summary) <= _LONGEST_TEXT else re.split(r": | \(", summary)[0]
+    return " ".join([summary, *default])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -325,11 +325,11 @@ def _set_tree(values: dict[str, Any], text: str, kind: Any) -> None:
     Raises:
       UserError: it is not one of the four spellings, or none where no draft can be left out.
     """
-    has_trees, own = "trees" in _defaults(kind), _defaults(kind).get("tree")
+    has_trees, default = "trees" in _defaults(kind), _defaults(kind).get("tree")
     if has_trees:
         values["trees"] = None
     if text == "auto":
-        values["tree"] = own and asdict(own)
+        values["tree"] = default and asdict(default)
     elif text == "none" and has_trees:
         values |= {"tree": None, "trees": text}
     elif chain := _CHAIN.fullmatch(text):
@@ -339,9 +339,9 @@ def _set_tree(values: dict[str, Any], text: str, kind: Any) -> None:
         names = "depth", "top_k", "total_tokens"
         values["tree"] = dict(zip(names, map(int, sizes.groups()), strict=True))
     else:
-        known = "chain:N, none or auto" if has_trees else "chain:N or auto"
+        spellings = "chain:N, none or auto" if has_trees else "chain:N or auto"
         raise UserError(
-            f"--tree {shorten(text)}: want DEPTH/TOP_K/TOTAL_TOKENS such as 6/10/60, {known}"
+            f"--tree {shorten(text)}: want DEPTH/TOP_K/TOTAL_TOKENS such as 6/10/60, {spellings}"
         )
 
 
@@ -356,19 +356,19 @@ def check_depths(trees: Iterable[TreeConfig | None]) -> None:
             )
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def at_least(minimum: int) -> Callable[[str], int]:
     """Makes the type of an option that is a whole number with a lower bound."""
 
     def parse(text: str) -> int:
-        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= INT32_MAX:
+        if not re.fullmatch("[0-9]{1,10}", text) or not minimum <= int(text) <= INT32_MAX:
             got = shorten(text)
-            raise argparse.ArgumentTypeError(f"want a number, at least {least}, got {got}")
+            raise argparse.ArgumentTypeError(f"want a number, at least {minimum}, got {got}")
         return int(text)
 
     return parse
 
 
-def read_pairs(flag: str, texts: Sequence[str], wanted: str) -> dict[str, str]:
+def read_pairs(flag: str, texts: Sequence[str], syntax: str) -> dict[str, str]:
     """Reads NAME=VALUE arguments.
 
     Raises:
@@ -378,7 +378,7 @@ def read_pairs(flag: str, texts: Sequence[str], wanted: str) -> dict[str, str]:
     for text in texts:
         name, _, value = text.partition("=")
         if not (name and value):
-            raise UserError(f"{flag} {shorten(text)}: want {wanted}")
+            raise UserError(f"{flag} {shorten(text)}: want {syntax}")
         if name in pairs:
             raise UserError(f"{flag} {shorten(text)}: {name} is named already; name another")
         pairs[name] = value
@@ -387,19 +387,19 @@ def read_pairs(flag: str, texts: Sequence[str], wanted: str) -> dict[str, str]:
 
 def _defaults(kind: Any) -> dict[str, Any]:
     """Default per setting; for `tree` None is the device's."""
-    return {one.name: one.default for one in fields(kind)}
+    return {field.name: field.default for field in fields(kind)}
 
 
 def _kind(option: Option) -> type:
     """Type of an option's values: bool, dict, tuple, or str for all that is one text."""
-    parts = str(option.about.annotation)
-    if option.about.annotation is bool:
+    parts = str(option.declaration.annotation)
+    if option.declaration.annotation is bool:
         return bool
     return dict if parts.startswith("dict") else tuple if parts.startswith("tuple") else str
 
 
 def _metavar(option: Option) -> str:
-    text = str(option.about.annotation)
+    text = str(option.declaration.annotation)
     choices = re.findall(r"'([^']+)'", text) if "Literal" in text else []
     by_type = "NAME" if "str" in text else "X" if "float" in text else "N"
     named = (name for name, keys in _METAVARS.items() if option.key in keys.split())

@@ -11,12 +11,12 @@ class Command(NamedTuple):
 
     Attributes:
       module: module of the program, as in a checkout.
-      about: what it does, in a line.
+      summary: what it does, in a line.
       words: arguments that the command stands for.
     """
 
     module: str
-    about: str
+    summary: str
     words: tuple[str, ...] = ()
 
 
@@ -65,10 +65,10 @@ def name_programs(text: str) -> str:
     if umbrella == "poss" or Path(sys.argv[0]).name.startswith("poss-"):
         return text
 
-    def rename(found: re.Match[str]) -> str:
-        command = COMMANDS[found[1]]
+    def rename(match: re.Match[str]) -> str:
+        command = COMMANDS[match[1]]
         module = " ".join([installed_name(command.module), *command.words])
-        return f"{umbrella} {found[1]}" if umbrella else f"python -m {module}"
+        return f"{umbrella} {match[1]}" if umbrella else f"python -m {module}"
 
     return re.sub(rf"\bposs ({'|'.join(COMMANDS)})\b(?!-)", rename, text)
 

@@ -34,8 +34,8 @@ def make_script(words: Sequence[str], programs: Mapping[str, Main]) -> str:
     commands = root.add_subparsers()
     for name, main in programs.items():
         parser = _parser_of(main, COMMANDS[name].words)
-        about = COMMANDS[name].about
-        commands.add_parser(name, help=about, parents=[parser], add_help=False)
+        summary = COMMANDS[name].summary
+        commands.add_parser(name, help=summary, parents=[parser], add_help=False)
     _complete_paths(root, shtab.FILE)
     return shtab.complete(root, words[0])
 
@@ -44,8 +44,8 @@ def _parser_of(main: Main, words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of a program, with all options shown."""
     try:
         main([*words, PARSER_ONLY, "--help-all"])
-    except ParserOnly as found:
-        return found.parser
+    except ParserOnly as stop:
+        return stop.parser
     raise AssertionError(f"{main} reads no command line")
 
 

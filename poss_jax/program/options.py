@@ -45,7 +45,9 @@ def load_engine(config: AnswerConfig) -> Engine:
 def choose_sampling(options: SamplingOptions, engine: Engine) -> SamplingConfig:
     """Returns how a program samples: as the user says, else as the model's authors do; logs it."""
     sampling = options.over(engine.recommended)
-    own = [name for name in sampling.changed if getattr(options, name) is None]
-    _LOG.warning("sampling: %s%s", sampling, f" (the model's own {', '.join(own)})" if own else "")
+    defaults = [name for name in sampling.changed if getattr(options, name) is None]
+    _LOG.warning(
+        "sampling: %s%s", sampling, f" (the model's own {', '.join(defaults)})" if defaults else ""
+    )
     warn_of_idle(sampling, [name for name in FILTERS if getattr(options, name) is not None])
     return sampling

@@ -52,7 +52,7 @@ def print_summary(
 
 def format_fields(value: dict[str, Any]) -> str:
     """Lays out the names and numbers of a result, a line each; nested ones are left out."""
-    shown = [(name.replace("_", " "), _show(one)) for name, one in value.items()]
+    shown = [(name.replace("_", " "), _show(field)) for name, field in value.items()]
     width = max((len(name) for name, _ in shown), default=0)
     lines = [f"{name:{width}}  {text}" for name, text in shown if text]
     return "\n".join(line for line in lines if len(line) <= _LONGEST_FIELD)
@@ -69,10 +69,10 @@ def _show(value: Any) -> str:
             return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
         case str():
             return "" if "\n" in value else printable(value)
-        case list() if all(isinstance(one, int | float) for one in value):
+        case list() if all(isinstance(item, int | float) for item in value):
             return " ".join(map(_show, value))
-        case dict() if all(isinstance(one, int) for one in value.values()):
-            return ", ".join(f"{name.replace('_', ' ')} {one:,}" for name, one in value.items())
+        case dict() if all(isinstance(item, int) for item in value.values()):
+            return ", ".join(f"{name.replace('_', ' ')} {item:,}" for name, item in value.items())
     return ""
 
 
@@ -111,9 +111,9 @@ def check_writable(path: Path, *, is_folder: bool = False) -> None:
         is_what = "a file" if is_folder else "a folder"
         raise UserError(f"output {path} is {is_what}; choose another place")
     places = [path.absolute()] * is_folder + [*path.absolute().parents]
-    place = next(place for place in places if place.exists())
-    if not (place.is_dir() and os.access(place, os.W_OK)):
-        raise UserError(f"output {path}: {place} is not a writable folder; choose another place")
+    existing = next(existing for existing in places if existing.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise UserError(f"output {path}: {existing} is not a writable folder; choose another place")
 
 
 def check_new_file(path: Path) -> None:

@@ -20,7 +20,7 @@ def start_processes() -> None:
       UserError: the others cannot be joined.
     """
 
-    def given(name: str) -> int | None:
+    def read_number(name: str) -> int | None:
         return int(os.environ[name]) if name in os.environ else None
 
     try:
@@ -31,7 +31,7 @@ def start_processes() -> None:
         if jax.distributed.is_initialized():
             return
         jax.distributed.initialize(
-            num_processes=given("JAX_NUM_PROCESSES"), process_id=given("JAX_PROCESS_ID")
+            num_processes=read_number("JAX_NUM_PROCESSES"), process_id=read_number("JAX_PROCESS_ID")
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(

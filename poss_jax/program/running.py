@@ -89,8 +89,8 @@ class Parser(argparse.ArgumentParser):
         """Raises instead of printing the usage; suggests the nearest option for an unknown one."""
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
         if message.startswith("unrecognized") and unknown[0].startswith("--"):
-            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            hint = suggest(unknown[0], known, otherwise="see --help")
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            hint = suggest(unknown[0], flags, otherwise="see --help")
             raise UserError(f"unknown option {cut(unknown[0])}; {hint}")
         raise UserError(f"{' '.join(message.splitlines())}; see --help")
 
@@ -243,20 +243,20 @@ def _interruptible() -> Iterator[None]:
     Python drops exceptions raised in hooks and destructors. After a long call the first code to run
     is often JAX's garbage-collector hook, which would swallow Ctrl-C.
     """
-    before = sys.unraisablehook
+    hook = sys.unraisablehook
 
     def report(dropped: Any) -> None:
         if dropped.exc_type is KeyboardInterrupt:
             main = threading.main_thread().ident
             threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
         else:
-            before(dropped)
+            hook(dropped)
 
     sys.unraisablehook = report
     try:
         yield
     finally:
-        sys.unraisablehook = before
+        sys.unraisablehook = hook
 
 
 def _leave(code: int) -> NoReturn:

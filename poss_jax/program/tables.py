@@ -40,10 +40,10 @@ def align(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> list[str]:
         textwrap.wrap(name, width, break_long_words=False)
         for (name, *_), width in zip(columns, widths, strict=True)
     ]
-    most = max(map(len, heads))
+    height = max(map(len, heads))
     return _join_columns(
         [
-            [*[""] * (most - len(head)), *head, *cells]
+            [*[""] * (height - len(head)), *head, *cells]
             for head, (_, *cells) in zip(heads, columns, strict=True)
         ]
     )
@@ -53,8 +53,8 @@ def _join_columns(columns: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, cells)) for cells in columns]
     return [
         "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in zip(*columns, strict=True)
     ]

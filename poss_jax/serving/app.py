@@ -60,8 +60,8 @@ _CSP = (
 _LIST_CSP = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 _STYLE = "body{font:16px system-ui;max-width:60em;margin:2em auto;padding:0 1em}code{color:#036}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": about}
-    for status, about in {
+    status: {"description": description}
+    for status, description in {
         400: "the request cannot be served",
         401: "no or a wrong API key",
         403: "a foreign name in the header Host",
@@ -102,11 +102,11 @@ def _prefix_bytes(config: ServeConfig) -> int:
     return int(config.prefix_cache * unit)
 
 
-def batch_sizes(most: int) -> list[int]:
+def batch_sizes(max_size: int) -> list[int]:
     """Sizes of the batch: on CPU an empty slot costs as much as a full one, elsewhere little."""
     if jax.default_backend() != "cpu":
-        return [most]
-    return sorted({min(4**power, most) for power in range(most.bit_length())})
+        return [max_size]
+    return sorted({min(4**power, max_size) for power in range(max_size.bit_length())})
 
 
 def create_app(
@@ -122,11 +122,11 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        own = slots or await asyncio.to_thread(
+        allocated = slots or await asyncio.to_thread(
             lambda: make_slots(engine or load_engine(config), config)
         )
-        scheduler = Scheduler(own, max_queue=config.max_queue)
-        app.state.service = service = Service(config, own.engine, scheduler)
+        scheduler = Scheduler(allocated, max_queue=config.max_queue)
+        app.state.service = service = Service(config, allocated.engine, scheduler)
         warm_up = asyncio.create_task(_warm_up(service))
         try:
             yield
@@ -173,11 +173,11 @@ async def _warm_up(service: Service) -> None:
     begun, scheduler = time.monotonic(), service.scheduler
     compiling = asyncio.create_task(asyncio.to_thread(scheduler.warm_up))
     while not (await asyncio.wait([compiling], timeout=_PROGRESS_SECONDS))[0]:
-        if scheduler.warmth is not None:
-            _LOG.warning("%s%s", "ready; " if service.is_ready else "", scheduler.warmth)
+        if scheduler.compilation is not None:
+            _LOG.warning("%s%s", "ready; " if service.is_ready else "", scheduler.compilation)
     with suppress(Closed):  # the scheduler has logged why
         await compiling
-        _LOG.warning("%s in %.0f s", scheduler.warmth, time.monotonic() - begun)
+        _LOG.warning("%s in %.0f s", scheduler.compilation, time.monotonic() - begun)
 
 
 def _add_state(app: FastAPI) -> None:
@@ -200,10 +200,12 @@ def _add_state(app: FastAPI) -> None:
         """Ready: answers requests. Some sizes of batch may still be compiled."""
         service = service_of(request)
         if not service.is_ready:
-            doing = "draining" if service.is_draining else f"starting: {service.scheduler.warmth}"
+            doing = (
+                "draining" if service.is_draining else f"starting: {service.scheduler.compilation}"
+            )
             raise ApiError(503, doing, retry_after=1)
-        about = {"is_compiled": service.is_compiled, "progress": str(service.scheduler.warmth)}
-        return JSONResponse({"status": "ok", **about})
+        state = {"is_compiled": service.is_compiled, "progress": str(service.scheduler.compilation)}
+        return JSONResponse({"status": "ok", **state})
 
     @app.get("/version")
     async def version() -> Response:
@@ -271,8 +273,8 @@ def _add_tokens(app: FastAPI) -> None:
         """Token ids of a text, as /v1/completions would read it, or of a chat."""
         service = service_of(request)
         _, ids = await service.read(request, TokenizeRequest, read_text)
-        most = service.limits.max_length
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
+        max_length = service.limits.max_length
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": max_length})
 
     @app.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -315,11 +317,11 @@ def _list_endpoints(schema: dict[str, Any]) -> str:
     lines = [f"<title>{escape(schema['info']['title'])}</title><style>{_STYLE}</style>"]
     lines.append("<p>The same for programs: <a href=/openapi.json>/openapi.json</a></p>")
     for path, methods in schema["paths"].items():
-        for method, about in methods.items():
+        for method, operation in methods.items():
             lines.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2>")
-            lines.append(f"<p>{escape(about.get('description', ''))}</p>")
-            if body := about.get("requestBody"):
+            lines.append(f"<p>{escape(operation.get('description', ''))}</p>")
+            if body := operation.get("requestBody"):
                 name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 fields = schema["components"]["schemas"][name]["properties"]
-                lines.append(f"<p>{', '.join(f'<code>{escape(one)}</code>' for one in fields)}</p>")
+                lines.append(f"<p>{', '.join(f'<code>{escape(key)}</code>' for key in fields)}</p>")
     return "<!doctype html><html lang=en><meta charset=utf-8>" + "\n".join(lines)

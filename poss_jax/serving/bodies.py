@@ -61,8 +61,8 @@ _KINDS = {
 
 def _tool(tool: Any) -> Any:
     """Checks a tool; the chat template gets it as it was sent."""
-    given = tool if isinstance(tool, dict) and tool.get("type") == "function" else {}
-    function = given.get("function")
+    fields = tool if isinstance(tool, dict) and tool.get("type") == "function" else {}
+    function = fields.get("function")
     function = function if isinstance(function, dict) else {}
     name = function.get("name")
     if not (isinstance(name, str) and _FUNCTION.fullmatch(name)):
@@ -122,15 +122,15 @@ class ApiError(HTTPException):
         """The error as the API writes it."""
         kinds = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else kinds[400])
-        about = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": about}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 class BadField(ApiError):
     """A field of a request that cannot be served; the message begins with its name."""
 
-    def __init__(self, param: str, about: str, *, code: str | None = None) -> None:
-        super().__init__(400, f"{param}: {about}", param=param, code=code)
+    def __init__(self, param: str, message: str, *, code: str | None = None) -> None:
+        super().__init__(400, f"{param}: {message}", param=param, code=code)
 
 
 class StreamOptions(BaseModel):
@@ -212,9 +212,9 @@ def join_parts(parts: list[ContentPart], kinds: Sequence[str], param: str) -> st
     Raises:
       ApiError: a part of none of these kinds.
     """
-    if any(part.type not in kinds for part in parts):
+    if any(item.type not in kinds for item in parts):
         raise BadField(param, f"only content of type {kinds[0]} is served")
-    return "".join(part.text or "" for part in parts)
+    return "".join(item.text or "" for item in parts)
 
 
 class Message(BaseModel):
@@ -230,7 +230,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES
 
 
 class ChatFields(BaseModel):
-    """How the chat template writes messages, with vLLM's names; null stands for the default."""
+    """Settings of the chat template, with vLLM's names; null stands for the default."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -277,7 +277,7 @@ async def receive_body(request: Request) -> bytes:
     if not _JSON.fullmatch(kind):
         raise ApiError(400, _NO_OBJECT)
     try:
-        content = b"".join([part async for part in request.stream()])
+        content = b"".join([chunk async for chunk in request.stream()])
     except ClientDisconnect as error:
         raise ApiError(400, "body: want all of it, got a part") from error
     if not content:
@@ -313,8 +313,8 @@ def _has_many_containers(content: bytes) -> bool:
     """
     if content.count(b"[") + content.count(b"{") <= _MOST_CONTAINERS:
         return False
-    found = (match for match in _STRING_OR_CONTAINER.finditer(content) if match[0] in b"[{")
-    return next(islice(found, _MOST_CONTAINERS, None), None) is not None
+    containers = (match for match in _STRING_OR_CONTAINER.finditer(content) if match[0] in b"[{")
+    return next(islice(containers, _MOST_CONTAINERS, None), None) is not None
 
 
 def _refusal(first: Any) -> ApiError:
@@ -323,9 +323,9 @@ def _refusal(first: Any) -> ApiError:
         return ApiError(400, f"body: want JSON, got none: {first['ctx']['error']}")
     if not first["loc"]:
         return ApiError(400, _NO_OBJECT)
-    field, *rest = map(str, first["loc"])
-    where, message = ".".join([field, *rest]), explain(first)
-    if rest and field in _KINDS:
+    field, *path = map(str, first["loc"])
+    where, message = ".".join([field, *path]), explain(first)
+    if path and field in _KINDS:
         where, message = field, _KINDS[field]
     shown = where if where.isascii() and len(where) <= 100 else field
     return ApiError(400, f"{shown}: {message}", param=field)
@@ -344,12 +344,12 @@ def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
 
 def add_schemas(app: FastAPI, *kinds: type[BaseModel]) -> None:
     """Adds the schemas that `schema_of` names to an application's OpenAPI."""
-    wanted, template, without = [(one, "validation") for one in kinds], "{model}", app.openapi
-    _, found = models_json_schema(wanted, ref_template=_SCHEMAS + template)  # type: ignore[arg-type]
+    models, template, without = [(kind, "validation") for kind in kinds], "{model}", app.openapi
+    _, schemas = models_json_schema(models, ref_template=_SCHEMAS + template)  # type: ignore[arg-type]
 
     def openapi() -> dict[str, Any]:
         schema = without()
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         return schema
 
     app.openapi = openapi

@@ -25,13 +25,13 @@ _READ = re.compile(r"[.'\"](\w+)")  # an attribute, or the beginning of what is 
 _WORD = re.compile("""['"]([A-Za-z][A-Za-z0-9_-]*)['"]""")  # quoted
 
 
-def read_messages(engine: Engine, given: Sequence[Message]) -> list[dict[str, Any]]:
+def read_messages(engine: Engine, sent: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the chat template takes them.
 
     Raises:
       ApiError: a content other than text, or an unknown role.
     """
-    messages = [_read_message(message) for message in given]
+    messages = [_read_message(message) for message in sent]
     if engine.tokenizer is not None:
         template = str(engine.tokenizer.chat_template or "")
         _check_roles(template, messages)
@@ -52,11 +52,11 @@ def read_rendering(
       ApiError: its fields contradict each other, or set what the template gets from elsewhere.
     """
     variables = dict(body.chat_template_kwargs or {})
-    known = engine.tokenizer.special_tokens_map if engine.tokenizer is not None else {}
+    special = engine.tokenizer.special_tokens_map if engine.tokenizer is not None else {}
     tools = body.tools or None
     if isinstance(body, ChatRequest) and body.tool_choice == "none":
         tools = None  # what the model does not see, it does not call
-    if taken := variables.keys() & {*_OWN_VARIABLES, *known}:
+    if taken := variables.keys() & {*_OWN_VARIABLES, *special}:
         raise BadField("chat_template_kwargs", f"{min(taken)} cannot be set here")
     if not body.continue_final_message:
         return Rendering(tools, body.add_generation_prompt is not False, variables)
@@ -100,8 +100,8 @@ def read_caller(
     if not allowed:
         raise BadField("tool_choice", "want the name of a tool")
     marks = marks_of(engine.tokenizer, caller.form, with_text=is_forced)
-    given: Any = {"is_forced": is_forced, "is_single": is_single}
-    return caller._replace(grammar=call_grammar(caller.form, allowed, marks, **given))
+    settings: Any = {"is_forced": is_forced, "is_single": is_single}
+    return caller._replace(grammar=call_grammar(caller.form, allowed, marks, **settings))
 
 
 def _is_json(body: ChatRequest) -> bool:
@@ -155,9 +155,9 @@ def _read_message(message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = join_parts(content, ("text",), "messages")
-    others = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
+    extra = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
     # With tool calls, templates treat missing content differently from an empty one.
-    return {"role": message.role, "content": content if others else content or "", **others}
+    return {"role": message.role, "content": content if extra else content or "", **extra}
 
 
 def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
@@ -166,18 +166,18 @@ def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
     Raises:
       ApiError: such a role.
     """
-    known = {*_ROLES, *_WORD.findall(template)}
+    roles = {*_ROLES, *_WORD.findall(template)}
     for message in messages:
-        if message["role"] not in known:
-            wanted, got = ", ".join(_ROLES), cut(ascii(message["role"]))
-            raise BadField("messages", f"want a role of {wanted}, got {got}")
+        if message["role"] not in roles:
+            choices, got = ", ".join(_ROLES), cut(ascii(message["role"]))
+            raise BadField("messages", f"want a role of {choices}, got {got}")
 
 
 def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
     """Logs the first message field that the chat template does not read."""
-    known = _fields_read_by(template)
+    read_fields = _fields_read_by(template)
     for name in (name for message in messages for name, value in message.items() if value):
-        if name not in known:
+        if name not in read_fields:
             _warn_of_unused(cut(ascii(name)))
             return
 

@@ -24,8 +24,8 @@ def read_grammar(body: CommonRequest, of_calls: Grammar | None) -> Grammar | Non
     Raises:
       UserError: both fields, ones that cannot be served, or `ignore_eos`, since EOS ends a match.
     """
-    given = [_read_response_format(body), _read_structured_outputs(body), of_calls]
-    grammars = [grammar for grammar in given if grammar is not None]
+    candidates = [_read_response_format(body), _read_structured_outputs(body), of_calls]
+    grammars = [grammar for grammar in candidates if grammar is not None]
     if len(grammars) == 2:
         raise UserError("structured_outputs: want this or response_format, got both")
     if grammars and body.ignore_eos:
@@ -43,22 +43,22 @@ def _read_response_format(body: CommonRequest) -> Grammar | None:
         case "json_object":
             return Grammar.json_schema(_OBJECT, name)
         case "json_schema":
-            about = fields.get("json_schema")
-            return Grammar.json_schema(_read_schema(about, "schema", name), name)
+            schema = fields.get("json_schema")
+            return Grammar.json_schema(_read_schema(schema, "schema", name), name)
     raise UserError(f"{name}: want a type of {', '.join(_FORMATS)}")
 
 
 def _read_structured_outputs(body: CommonRequest) -> Grammar | None:
-    name, given = "structured_outputs", body.structured_outputs or {}
+    name, fields = "structured_outputs", body.structured_outputs or {}
     # Empty values say something: any JSON, no choice, the empty text.
-    given = {key: value for key, value in given.items() if not _is_absent(key, value)}
-    if not given:
+    fields = {key: value for key, value in fields.items() if not _is_absent(key, value)}
+    if not fields:
         return None
-    if len(given) > 1:
-        raise UserError(f"{name}: want one of them, got {cut(ascii(sorted(given)))}")
-    match given:
+    if len(fields) > 1:
+        raise UserError(f"{name}: want one of them, got {cut(ascii(sorted(fields)))}")
+    match fields:
         case {"json": _}:
-            return Grammar.json_schema(_read_schema(given, "json", name), name)
+            return Grammar.json_schema(_read_schema(fields, "json", name), name)
         case {"json_object": True}:
             return Grammar.json_schema(_OBJECT, name)
         case {"regex": str(pattern)}:

@@ -69,8 +69,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        client_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = client_id if _ID.fullmatch(client_id) else secrets.token_hex(8)
         begun, status = time.monotonic(), 0
         scope[NOTES] = notes = {}  # what the application adds to the log's line
         body = _Body(self, headers, receive)
@@ -79,12 +79,12 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = [
+                extra = [
                     (b"x-request-id", request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),
                 ]
-                own += [(b"connection", b"close")] * body.has_more
-                message["headers"] = [*message.get("headers", []), *own]
+                extra += [(b"connection", b"close")] * body.has_more
+                message["headers"] = [*message.get("headers", []), *extra]
             elif body.has_more and not message.get("more_body", False):
                 await send({**message, "more_body": True})
                 await body.drop()
@@ -131,8 +131,8 @@ class Guard:
             return self._refuse_name(headers.get(b"host", b"").decode("latin-1"))
         if scope["path"] in _OPEN:
             return None
-        given = _BEARER.fullmatch(headers.get(b"authorization", b""))
-        if given is not None and hmac.compare_digest(given[1], self._api_key):
+        match = _BEARER.fullmatch(headers.get(b"authorization", b""))
+        if match is not None and hmac.compare_digest(match[1], self._api_key):
             return None
         message = "want the API key in the header Authorization, as Bearer KEY"
         return ApiError(401, message, code="invalid_api_key")
@@ -143,8 +143,8 @@ class Guard:
         A web page whose name was pointed at this machine could otherwise read answers.
         """
         plain = name.rpartition(":")[0] if _PORT.search(name) else name
-        known = _LOCAL_NAME.fullmatch(name) or "*" in self._hosts or plain.lower() in self._hosts
-        if known:
+        valid = _LOCAL_NAME.fullmatch(name) or "*" in self._hosts or plain.lower() in self._hosts
+        if valid:
             return None
         return ApiError(
             403,

@@ -104,7 +104,7 @@ class Reply:
         choice = {"index": index, **({"delta": text} if self._job.is_chat else text)}
         choice |= {"logprobs": logprobs, "finish_reason": answer and self._finish(index)}
         if "speculation" in self._job.extras:
-            choice["speculation"] = {"pieces": [[one.text, one.depth] for one in chunk.pieces]}
+            choice["speculation"] = {"pieces": [[p.text, p.depth] for p in chunk.pieces]}
         if "token_ids" in self._job.extras:
             choice["token_ids"] = chunk.output_ids
         return self._event([choice])
@@ -116,7 +116,7 @@ class Reply:
         return self._readers[index].push(chunk.text, is_last=chunk.answer is not None)
 
     def _delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """What a chunk adds to the text, or to a message: text and calls."""
+        """The delta that a chunk adds to the text, or to a message: text and calls."""
         if not self._job.is_chat:
             return {"text": chunk.text}
         items = self._split(index, chunk)
@@ -165,15 +165,15 @@ class Reply:
     def body(self) -> dict[str, Any]:
         """The whole reply, once all choices have ended."""
         choices = [self._choice(index) for index in range(len(self._answers))]
-        whole = self._about | {"choices": choices, "usage": self.usage()} | self.metrics()
+        reply = self._about | {"choices": choices, "usage": self.usage()} | self.metrics()
         is_listed = self._job.is_chat and self._job.num_prompt_logprobs is not None
-        return whole | {"prompt_logprobs": self._scored[0]} if is_listed else whole
+        return reply | {"prompt_logprobs": self._scored[0]} if is_listed else reply
 
     def usage(self) -> dict[str, Any]:
         """Token counts, and (ours) counts of drafted tokens."""
         answers = [answer for answer in self._answers if answer is not None]
         completion = sum(map(len, self._tokens))
-        prompt = sum(len(one.ids) for one in self._job.prompts[:: self._job.num_choices])
+        prompt = sum(len(prepared.ids) for prepared in self._job.prompts[:: self._job.num_choices])
         firsts = self._answers[:: self._job.num_choices]
         cached = sum(answer.cached_tokens for answer in firsts if answer is not None)
         return {
@@ -193,8 +193,8 @@ class Reply:
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._job.is_chat else "text_completion"
-        about = self._about | {"object": kind, "choices": choices}
-        return about | {"usage": None} if "usage" in self._job.extras else about
+        event = self._about | {"object": kind, "choices": choices}
+        return event | {"usage": None} if "usage" in self._job.extras else event
 
     def _choice(self, index: int) -> dict[str, Any]:
         answer = self._answers[index]
@@ -224,17 +224,17 @@ class Reply:
         """Log-probabilities of some tokens, in the form of chats or of completions."""
         if not self._job.is_chat:
             return self._of_completion(tokens, logprobs, self._places[index])
-        most = self._job.num_logprobs or 0
+        k = self._job.num_logprobs or 0
         return {
             "content": [
-                self._of_token(token, one.chosen)
+                self._of_token(token, row.chosen)
                 | {
                     "top_logprobs": [
-                        self._of_token(other, value)
-                        for other, value in zip(one.ids[:most], one.top[:most], strict=True)
+                        self._of_token(candidate, value)
+                        for candidate, value in zip(row.ids[:k], row.top[:k], strict=True)
                     ]
                 }
-                for token, one in zip(tokens, logprobs, strict=True)
+                for token, row in zip(tokens, logprobs, strict=True)
             ],
             "refusal": None,
         }
@@ -243,33 +243,33 @@ class Reply:
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], places: "_Places"
     ) -> dict[str, Any]:
         """Log-probabilities in the form of completions; a prompt's first token has none."""
-        most = self._job.num_logprobs or 0
-        best = [([], []) if one is None else (one.ids[:most], one.top[:most]) for one in logprobs]
+        k = self._job.num_logprobs or 0
+        best = [([], []) if row is None else (row.ids[:k], row.top[:k]) for row in logprobs]
         return {
             "tokens": [
                 self._names([*ids, token])[token]
                 for token, (ids, _) in zip(tokens, best, strict=True)
             ],
-            "token_logprobs": [one and one.chosen for one in logprobs],
+            "token_logprobs": [row and row.chosen for row in logprobs],
             "top_logprobs": [
-                one and dict(zip(self._names(ids).values(), top, strict=True))
-                for one, (ids, top) in zip(logprobs, best, strict=True)
+                row and dict(zip(self._names(ids).values(), top, strict=True))
+                for row, (ids, top) in zip(logprobs, best, strict=True)
             ],
             "text_offset": list(map(places.take, tokens)),
         }
 
-    def _of_position(self, token: int, one: TokenLogprobs) -> dict[str, Any]:
+    def _of_position(self, token: int, row: TokenLogprobs) -> dict[str, Any]:
         """Log-probabilities at a prompt's token in vLLM's form: its own, and the likeliest."""
-        most = self._job.num_prompt_logprobs or 0
-        values = {token: one.chosen} | dict(zip(one.ids[:most], one.top[:most], strict=True))
-        ranks = {other: place for place, other in enumerate(one.ids, start=1)}
+        k = self._job.num_prompt_logprobs or 0
+        values = {token: row.chosen} | dict(zip(row.ids[:k], row.top[:k], strict=True))
+        ranks = {candidate: rank for rank, candidate in enumerate(row.ids, start=1)}
         return {
-            str(other): {
+            str(candidate): {
                 "logprob": value,
-                "rank": ranks.get(other),  # None: beyond what is computed
-                "decoded_token": self._name(other),
+                "rank": ranks.get(candidate),  # None: beyond what is computed
+                "decoded_token": self._name(candidate),
             }
-            for other, value in values.items()
+            for candidate, value in values.items()
         }
 
     def _names(self, tokens: Sequence[int]) -> dict[int, str]:
@@ -307,8 +307,8 @@ def event(data: Any) -> bytes:
 
 def format_token(name: str, logprob: float) -> dict[str, Any]:
     """Converts a token's completions name to the form of chats."""
-    if found := _PART.fullmatch(name):
-        spelled = bytes.fromhex(found.group(1).replace("\\x", ""))
+    if match := _PART.fullmatch(name):
+        spelled = bytes.fromhex(match.group(1).replace("\\x", ""))
         text = spelled.decode(errors="replace")
         return {"token": text, "logprob": logprob, "bytes": list(spelled)}
     spelled_out = None if _UNKNOWN in name else list(name.encode())
@@ -318,7 +318,7 @@ def format_token(name: str, logprob: float) -> dict[str, Any]:
 def _join(*parts: dict[str, Any]) -> dict[str, Any]:
     """Joins the lists of log-probabilities of one choice."""
     return {
-        name: None if first is None else [one for part in parts for one in part[name]]
+        name: None if first is None else [item for logprobs in parts for item in logprobs[name]]
         for name, first in parts[0].items()
     }
 

@@ -16,7 +16,7 @@ from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.reading import UserError, cut
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Grammar, compiler_of
-from poss_jax.engine.guides import Guide
+from poss_jax.engine.guides import GrammarState
 from poss_jax.engine.prompts import (
     PreparedPrompt,
     Prompt,
@@ -109,8 +109,8 @@ def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest
     if engine.tokenizer is None:
         raise BadField("echo", "this model has no tokenizer")
     texts = [
-        one if isinstance(one, str) else engine.tokenizer.decode(one, skip_special_tokens=True)
-        for one in prompts
+        item if isinstance(item, str) else engine.tokenizer.decode(item, skip_special_tokens=True)
+        for item in prompts
     ]
     return job._replace(echo=[text for text in texts for _ in range(body.n or 1)])
 
@@ -132,8 +132,8 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     rendering = read_rendering(engine, body, messages)
     with _refusing("tools"):
         caller = read_caller(engine, config, body, rendering.tools)
-    given: Any = {"rendering": rendering, "caller": caller}
-    return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs, **given)
+    settings: Any = {"rendering": rendering, "caller": caller}
+    return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs, **settings)
 
 
 def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> list[int]:
@@ -240,7 +240,7 @@ def _make_job(
     )
 
 
-def submit_grammar(engine: Engine, grammar: Grammar) -> "Future[Guide]":
+def submit_grammar(engine: Engine, grammar: Grammar) -> "Future[GrammarState]":
     """Begins to compile the grammar of a job.
 
     Raises:
@@ -251,7 +251,7 @@ def submit_grammar(engine: Engine, grammar: Grammar) -> "Future[Guide]":
         return compiler_of(engine.tokenizer, vocab_size, engine.stop_ids).submit(grammar)
 
 
-def add_guides(job: Job, compiled: "Future[Guide]") -> Job:
+def add_guides(job: Job, compiled: "Future[GrammarState]") -> Job:
     """A job whose answers follow its grammar, which is compiled.
 
     Raises:
@@ -269,11 +269,11 @@ def add_guides(job: Job, compiled: "Future[Guide]") -> Job:
     return job._replace(prompts=prompts)
 
 
-def _check_most(config: ServeConfig, name: str, wanted: int | None) -> None:
+def _check_most(config: ServeConfig, name: str, requested: int | None) -> None:
     """Refuses more log-probabilities per token than are served, or any."""
-    if wanted is not None and not config.max_logprobs:
+    if requested is not None and not config.max_logprobs:
         raise BadField(name, "not served")
-    if wanted is not None and wanted > config.max_logprobs:
+    if requested is not None and requested > config.max_logprobs:
         raise BadField(name, f"want at most {config.max_logprobs}")
 
 
@@ -284,11 +284,11 @@ def _check_logprobs(
     per_prompt_token: int,
 ) -> None:
     """Refuses a reply that would hold too many log-probabilities."""
-    most = max(_MOST_LOGPROBS, (config.max_length or 0) * (1 + config.max_logprobs))
-    got = per_token * sum(one.max_new_tokens for one in prompts)
-    got += per_prompt_token * sum(len(one.ids) for one in prompts)
-    if got > most:
-        message = f"want at most {most:,} in all choices, got up to {got:,}"
+    limit = max(_MOST_LOGPROBS, (config.max_length or 0) * (1 + config.max_logprobs))
+    got = per_token * sum(prompt.max_new_tokens for prompt in prompts)
+    got += per_prompt_token * sum(len(prompt.ids) for prompt in prompts)
+    if got > limit:
+        message = f"want at most {limit:,} in all choices, got up to {got:,}"
         raise BadField("logprobs", f"{message}; ask for fewer choices or tokens")
 
 
@@ -314,7 +314,7 @@ def _prepare_choices(
     for index, prompt in enumerate(prompts):
         ids = _encode(engine, config, prompt, rendering, is_bare=is_bare)
         with _refusing(_prompt_field(prompt)):
-            one = engine.prepare(
+            base = engine.prepare(
                 ids,
                 limit or config.max_new_tokens,
                 sampling,
@@ -327,7 +327,7 @@ def _prepare_choices(
                 drafts=body.draft is not False,
             )
         first = index * (body.n or 1)
-        prepared += [one.choice(first + choice) for choice in range(body.n or 1)]
+        prepared += [base.choice(first + choice) for choice in range(body.n or 1)]
     return prepared
 
 
@@ -355,13 +355,13 @@ def _check_size(
 ) -> str:
     """Refuses a prompt that is too long to be tokenised; returns its field."""
     param = _prompt_field(prompt)
-    most, message = config.max_length or engine.max_length, ""
-    if isinstance(prompt, list) and len(prompt) > most and isinstance(prompt[0], int):
-        message = f"prompt of {len(prompt):,} tokens does not fit a length of {most:,}"
+    max_length, message = config.max_length or engine.max_length, ""
+    if isinstance(prompt, list) and len(prompt) > max_length and isinstance(prompt[0], int):
+        message = f"prompt of {len(prompt):,} tokens does not fit a length of {max_length:,}"
     length = _num_characters([prompt, rendering and [rendering.tools, rendering.variables]])
     # Tokenising megabytes takes seconds. (A tokenizer that folds spaces could fit more.)
-    if engine.tokenizer is not None and length > most * longest_token(engine.tokenizer):
-        message = f"prompt of {length:,} characters does not fit a length of {most:,} tokens"
+    if engine.tokenizer is not None and length > max_length * longest_token(engine.tokenizer):
+        message = f"prompt of {length:,} characters does not fit a length of {max_length:,} tokens"
     if message:
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return param
@@ -387,11 +387,11 @@ def _read_stop(engine: Engine, config: ServeConfig, body: CommonRequest) -> list
 
 
 def _read_stop_ids(engine: Engine, body: CommonRequest) -> list[int]:
-    own, more = [] if body.ignore_eos else engine.stop_ids, body.stop_token_ids or []
-    if len(more) > (room := MOST_STOP_IDS - len(own)):
+    stop_ids, more = [] if body.ignore_eos else engine.stop_ids, body.stop_token_ids or []
+    if len(more) > (room := MOST_STOP_IDS - len(stop_ids)):
         raise BadField("stop_token_ids", f"want at most {room}")
     _check_ids(engine, "stop_token_ids", more)
-    return [*own, *more]
+    return [*stop_ids, *more]
 
 
 def _check_ids(engine: Engine, name: str, ids: Sequence[int]) -> None:
@@ -401,12 +401,12 @@ def _check_ids(engine: Engine, name: str, ids: Sequence[int]) -> None:
 
 def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingConfig:
     names = [field.name for field in fields(SamplingConfig)]
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    requested = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
-        given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's value for all
+        requested["top_k"] = max(body.top_k, 0)  # -1 is vLLM's value for all
     seed = secrets.randbits(32) if body.seed is None else fold_seed(body.seed)
     try:
-        values: dict[str, Any] = asdict(defaults) | given | {"seed": seed}
+        values: dict[str, Any] = asdict(defaults) | requested | {"seed": seed}
         return SamplingConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]

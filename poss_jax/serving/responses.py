@@ -93,8 +93,8 @@ def read_response(engine: Engine, config: ServeConfig, body: ResponseRequest) ->
     except ApiError as error:
         if error.param not in _NAMES:
             raise
-        name, about = _NAMES[error.param], error.message.partition(": ")[2] or error.message
-        raise BadField(name, about, code=error.code) from error
+        name, message = _NAMES[error.param], error.message.partition(": ")[2] or error.message
+        raise BadField(name, message, code=error.code) from error
     if (grammar := job.grammar) is None:
         return job
     return job._replace(grammar=replace(grammar, name=_NAMES.get(grammar.name, grammar.name)))
@@ -158,10 +158,10 @@ def _read_input(body: ResponseRequest) -> list[dict[str, Any]]:
                 text = _read_text(item.output)
                 messages.append({"role": "tool", "tool_call_id": called, "content": text})
             case _:
-                wanted = (
+                kinds = (
                     "messages with a role, function_call and function_call_output with a call_id"
                 )
-                raise BadField("input", f"want {wanted}")
+                raise BadField("input", f"want {kinds}")
     return messages
 
 
@@ -190,17 +190,17 @@ class ResponseReply(Reply):
 
     async def write_body(self, chunks: Chunks) -> dict[str, Any]:
         """Takes all chunks; returns the whole response."""
-        events = [one async for one in self._write(chunks) if one is not None]
+        events = [entry async for entry in self._write(chunks) if entry is not None]
         return events[-1]["response"]
 
     async def write_events(self, chunks: Chunks) -> AsyncIterator[bytes]:
         """Takes all chunks; yields server-sent events."""
         try:
-            async for one in self._write(chunks):
-                yield KEEP_ALIVE if one is None else _to_bytes(one)
+            async for entry in self._write(chunks):
+                yield KEEP_ALIVE if entry is None else _to_bytes(entry)
         except ApiError as error:
-            about = {"code": error.code, "message": error.message, "param": error.param}
-            yield _to_bytes(self._tell("error", **about))
+            details = {"code": error.code, "message": error.message, "param": error.param}
+            yield _to_bytes(self._tell("error", **details))
 
     async def _write(self, chunks: Chunks) -> AsyncIterator[dict[str, Any] | None]:
         """Gives all events, in OpenAI's order; None while nothing comes."""
@@ -213,12 +213,12 @@ class ResponseReply(Reply):
                 for item in data["choices"][0]["delta"]["items"]:
                     for update in self._add(item):
                         yield update
-        whole = self.body()
-        is_cut = whole["choices"][0]["finish_reason"] == "length"
+        reply = self.body()
+        is_cut = reply["choices"][0]["finish_reason"] == "length"
         status = "incomplete" if is_cut else "completed"
-        for one in self._end_message(status, is_wanted=not self._items):
-            yield one
-        ended = {"status": status, "output": self._items, "usage": _read_usage(whole["usage"])}
+        for entry in self._end_message(status, is_wanted=not self._items):
+            yield entry
+        ended = {"status": status, "output": self._items, "usage": _read_usage(reply["usage"])}
         ended |= self.metrics()
         ended |= {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
         yield self._tell(f"response.{status}", response=self._begun | ended)
@@ -260,11 +260,11 @@ class ResponseReply(Reply):
         if is_wanted:
             yield from self._begin_message()
         if self._text is not None:
-            part, self._text = _part(self._text), None
-            done: Any = {"text": part["text"], "logprobs": []}
+            content, self._text = _part(self._text), None
+            done: Any = {"text": content["text"], "logprobs": []}
             yield self._of_item("output_text.done", content_index=0, **done)
-            yield self._of_item("content_part.done", content_index=0, part=part)
-            yield self._end_item(status=status, content=[part])
+            yield self._of_item("content_part.done", content_index=0, part=content)
+            yield self._end_item(status=status, content=[content])
 
     def _begin_item(self, item: dict[str, Any]) -> dict[str, Any]:
         self._items.append(item)
@@ -275,8 +275,8 @@ class ResponseReply(Reply):
         return self._tell("response.output_item.done", output_index=self._last, item=item)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        place = {"item_id": self._items[-1]["id"], "output_index": self._last}
-        return self._tell(f"response.{kind}", **place, **fields)
+        position = {"item_id": self._items[-1]["id"], "output_index": self._last}
+        return self._tell(f"response.{kind}", **position, **fields)
 
     def _tell(self, kind: str, **fields: Any) -> dict[str, Any]:
         """The next event."""

@@ -35,7 +35,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
-from poss_jax.engine.streams import Chunks, Stream, merge
+from poss_jax.engine.streams import Chunks, Ticket, merge
 from poss_jax.serving.bodies import ApiError, parse_body, receive_body
 from poss_jax.serving.guard import NOTES
 from poss_jax.serving.replies import Reply
@@ -89,8 +89,7 @@ class Service:
         """Reads a request off the event loop: its body, and what `read` makes of it.
 
         Large bodies are read one at a time, which bounds their memory. After each, the reading
-        thread rests as long as it worked, since pydantic holds the interpreter and probes want
-        their turn.
+        thread sleeps as long as parsing took: pydantic holds the GIL and would starve /health.
 
         Raises:
           ApiError: something in it cannot be served, or the client has left.
@@ -120,19 +119,19 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """True if the server answers requests; some programs may still be compiled."""
-        is_warm = self.scheduler.warmth is not None and bool(self.scheduler.warmth.sizes)
+        is_warm = self.scheduler.compilation is not None and bool(self.scheduler.compilation.sizes)
         return is_warm and not self.is_draining and self.scheduler.error is None
 
     @property
     def is_compiled(self) -> bool:
         """True if nothing is left to compile."""
-        return self.scheduler.warmth is not None and self.scheduler.warmth.is_done
+        return self.scheduler.compilation is not None and self.scheduler.compilation.is_done
 
     @property
     def about_model(self) -> dict[str, Any]:
         """The model as the API describes it."""
-        about = {"id": self.model, "object": "model", "created": 0, "owned_by": "poss_jax"}
-        return about | {
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "poss_jax"}
+        return model | {
             "max_model_len": self.scheduler.max_length,
             "has_chat_template": bool(getattr(self.engine.tokenizer, "chat_template", None)),
         }
@@ -144,7 +143,7 @@ class Service:
                 404, f"want the model {self.model}", param="model", code="model_not_found"
             )
 
-    def submit(self, job: Job) -> list[Stream]:
+    def submit(self, job: Job) -> list[Ticket]:
         """Puts all choices of a request into the queue, or none.
 
         Raises:
@@ -162,7 +161,7 @@ class Service:
         except Closed as error:
             raise ApiError(503, _STOPS, retry_after=1) from error
 
-    async def _submit_beside(self, job: Job) -> list[Stream]:
+    async def _submit_beside(self, job: Job) -> list[Ticket]:
         """Submits; in a thread if an answer is continued, since its text is decoded first."""
         if not any(prompt.num_continued for prompt in job.prompts):
             return self.submit(job)
@@ -184,17 +183,17 @@ class Service:
         reply = kind(self.engine, job, model=self.model)
         if job.scores_prompt:
             await self._score(job, reply)
-        streams = await self._submit_beside(job)
+        tickets = await self._submit_beside(job)
         interval = self.config.stream_interval_seconds if job.is_streamed else _KEEP_ALIVE_SECONDS
-        chunks = merge(streams, patience=_KEEP_ALIVE_SECONDS, interval=interval)
+        chunks = merge(tickets, patience=_KEEP_ALIVE_SECONDS, interval=interval)
         note_wait = partial(self._note_wait, request.scope.get(NOTES, {}), job, arrived, compiled)
         chunks = self._timed(chunks, arrived, note_wait)
         if job.is_streamed:
-            return _Events(reply.write_events(chunks), streams)
+            return _Events(reply.write_events(chunks), tickets)
         try:
             return JSONResponse(await _unless_left(request, reply.write_body(chunks)))
         finally:
-            _cancel(streams)
+            _cancel(tickets)
 
     async def _score(self, job: Job, reply: Reply) -> None:
         """Scores the prompts, one at a time for all requests; answers are decoded meanwhile."""
@@ -215,10 +214,13 @@ class Service:
         Args:
           compiled: seconds that compiling took on the scheduler's thread before it arrived.
         """
-        warmth, is_guided = self.scheduler.warmth, any(one.guide for one in job.prompts)
+        compilation, is_guided = (
+            self.scheduler.compilation,
+            any(prompt.guide for prompt in job.prompts),
+        )
         seconds = self.scheduler.stats.compile_seconds - compiled
-        if warmth is not None:
-            ready_at = warmth.guided_at if is_guided else warmth.ready_at
+        if compilation is not None:
+            ready_at = compilation.guided_at if is_guided else compilation.ready_at
             seconds += max((ready_at or arrived) - arrived, 0.0)
         if seconds > 0:
             notes["milliseconds_for_compilation"] = round(1000 * seconds)
@@ -265,25 +267,25 @@ def _and_rest(work: Callable[[], Any]) -> Any:
         time.sleep(time.monotonic() - begun)
 
 
-def _cancel(streams: Sequence[Stream]) -> None:
+def _cancel(tickets: Sequence[Ticket]) -> None:
     """Cancels answers that are still being decoded."""
-    for stream in streams:
-        stream.cancel()
+    for ticket in tickets:
+        ticket.cancel()
 
 
 class _Events(StreamingResponse):
     """A reply in events; frees the slots of a client that leaves, even before the first event."""
 
-    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], tickets: Sequence[Ticket]) -> None:
         headers = {"cache-control": "no-store"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._streams = streams
+        self._tickets = tickets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            _cancel(self._streams)
+            _cancel(self._tickets)
 
 
 async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
@@ -318,8 +320,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(self)  # type: ignore[arg-type]
 
-        def histogram(name: str, about: str) -> Histogram:
-            return Histogram(f"poss:{name}", about, buckets=_BUCKETS, registry=self.registry)
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"poss:{name}", text, buckets=_BUCKETS, registry=self.registry)
 
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to first token")
         self.per_token = histogram("time_per_output_token_seconds", "Per token after the first")
@@ -340,8 +342,8 @@ class Metrics:
             ("num_requests_running", "Requests that are read or decoded", running),
             ("kv_cache_usage_perc", "Share of slots in use, 0 to 1", min(running / slots, 1.0)),
         ]
-        for name, about, value in gauges:
-            yield GaugeMetricFamily(f"poss:{name}", about, value)
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(f"poss:{name}", text, value)
         accepted = dict(stats.accepted)
         counters = [
             ("prompt_tokens", "Tokens of prompts", stats.prompt_tokens),
@@ -354,10 +356,10 @@ class Metrics:
             ("spec_decode_num_draft_tokens", "Positions drafted", stats.drafted),
             ("spec_decode_num_accepted_tokens", "Drafts accepted", sum(accepted.values())),
         ]
-        for name, about, value in counters:
-            yield CounterMetricFamily(f"poss:{name}", about, value)
-        name, about = "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position"
-        by_position = CounterMetricFamily(f"poss:{name}", about, labels=["position"])
+        for name, text, value in counters:
+            yield CounterMetricFamily(f"poss:{name}", text, value)
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position"
+        by_position = CounterMetricFamily(f"poss:{name}", text, labels=["position"])
         for position, count in sorted(accepted.items()):
             by_position.add_metric([str(position - 1)], count)
         yield by_position

@@ -28,13 +28,13 @@ Call = dict[str, Any]
 
 
 class CallForm(NamedTuple):
-    """How a model writes calls.
+    """The format in which a model writes calls.
 
     Attributes:
       begin: mark before calls.
       end: mark after each; "": calls end with the answer.
       bare: letter that begins calls without a mark, if the answer begins with it; "": none.
-      one: grammar of a single call, in llguidance's Lark.
+      single: grammar of a single call, in llguidance's Lark.
       many: grammar of one or several; "": only one is written.
       key: name of the arguments.
     """
@@ -42,7 +42,7 @@ class CallForm(NamedTuple):
     begin: str
     end: str = ""
     bare: str = ""
-    one: str = "call"
+    single: str = "call"
     many: str = ""
     key: str = "arguments"
 
@@ -52,23 +52,23 @@ FORMS: dict[ToolFormat, CallForm] = {
     "hermes": CallForm(
         "<tool_call>",
         "</tool_call>",
-        one=r'begin "\n" call "\n" end',
+        single=r'begin "\n" call "\n" end',
         many=r'begin "\n" call "\n" end ("\n" begin "\n" call "\n" end)*',
     ),
     "mistral": CallForm(
-        "[TOOL_CALLS]", one=_LISTED.format(""), many=_LISTED.format('(", " call)*')
+        "[TOOL_CALLS]", single=_LISTED.format(""), many=_LISTED.format('(", " call)*')
     ),
     "llama3": CallForm("<|python_tag|>", bare="{", key="parameters"),
 }
 
 
 class Caller(NamedTuple):
-    """What may be called in an answer, and how.
+    """The calls that an answer may hold, and their format.
 
     Attributes:
       form: how calls are written.
       names: functions that exist; a call without a mark must be of one of them.
-      is_single: at most one call is given to the client.
+      is_single: whether the client gets at most one call.
       grammar: what the answer must match; None: anything.
     """
 
@@ -94,7 +94,7 @@ def marks_of(tokenizer: Any, form: CallForm, *, with_text: bool = False) -> dict
       with_text: also of marks that are tokens and text, as in Qwen's models.
     """
     added = tokenizer.added_tokens_decoder.items()
-    marks = {one.content: token for token, one in added if one.special or with_text}
+    marks = {m.content: token for token, m in added if m.special or with_text}
     return {mark: marks[mark] for mark in form[:2] if mark in marks}
 
 
@@ -112,7 +112,7 @@ def call_grammar(
       marks: id of each mark that is a token; one that text can hold, too, only if calls are forced.
       is_forced: the answer is calls and nothing else; otherwise text may stand before and after
         them, and only strict tools have their schemas.
-      is_single: at most one call.
+      is_single: whether at most one call is allowed.
 
     Raises:
       UserError: a schema is too large, or cannot be served.
@@ -129,7 +129,7 @@ def call_grammar(
     written |= {mark: f"<[{token}]>" for mark, token in marks.items()}
     if form.end:
         lines.append(f"end: {written[form.end]}")
-    calls = form.one if is_single or not form.many else form.many
+    calls = form.single if is_single or not form.many else form.many
     if is_forced:
         return _lark(f"start: {calls}", f"begin: {written[form.begin]}", *lines)
     if form.bare:  # text that begins otherwise
@@ -218,9 +218,9 @@ class CallReader:
         if is_first and form.bare and self._held.lstrip().startswith(form.bare):
             self._opening = ""
             return ""
-        text, mark, after = self._held.partition(form.begin)
+        text, mark, suffix = self._held.partition(form.begin)
         if mark:
-            self._opening, self._held = mark, after
+            self._opening, self._held = mark, suffix
             return text
         size = len(text) - (0 if is_last else _num_undecided(text, form.begin))
         self._held = text[size:]
@@ -263,15 +263,15 @@ def _describe(function: dict[str, str]) -> Call:
 
 def _read_calls(text: str) -> list[dict[str, str]]:
     """Reads calls, in a list or one after the other; none if anything is wrong."""
-    decoder, found, rest = json.JSONDecoder(parse_constant=_refuse), [], text.strip()
+    decoder, calls, remaining = json.JSONDecoder(parse_constant=_refuse), [], text.strip()
     try:
-        while rest:
-            value, end = decoder.raw_decode(rest)
-            found += map(_read_call, value if isinstance(value, list) else [value])
-            rest = rest[end:].lstrip(_BETWEEN)
+        while remaining:
+            value, end = decoder.raw_decode(remaining)
+            calls += map(_read_call, value if isinstance(value, list) else [value])
+            remaining = remaining[end:].lstrip(_BETWEEN)
     except (ValueError, RecursionError):
         return []
-    return found
+    return calls
 
 
 def _read_call(value: Any) -> dict[str, str]:

@@ -19,7 +19,7 @@ from tokenizer_pool import POOL, TAGS, VOCAB_SIZE, ids_of, tokenizer_of
 from poss_jax import UserError
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.engine.grammar import Grammar
-from poss_jax.engine.guides import Guide
+from poss_jax.engine.guides import GrammarState
 from poss_jax.engine.live import no_masks
 from poss_jax.engine.text import decode_behind
 from poss_jax.serving.bodies import ApiError, ChatRequest, parse_body
@@ -144,7 +144,7 @@ def check_message(message: str) -> None:
     assert message.isprintable() and len(message) <= LONGEST_MESSAGE
 
 
-def write(guide: Guide, seed: int) -> list[int] | None:
+def write(guide: GrammarState, seed: int) -> list[int] | None:
     """Tokens that the masks allow, up to the end; None if there is none soon, or an error."""
     rng, mask, tokens = np.random.default_rng(seed), no_masks(VOCAB_SIZE), list[int]()
     while len(tokens) < MOST_TOKENS:
@@ -207,7 +207,7 @@ def test_tools(kind: str, tools: list[Any], choice: Any, seed: int) -> None:
 def check_calls(engine: Tokenising, job: Job, seed: int, *, is_forced: bool) -> None:
     """A forced call is written whole, in the model's own form."""
     guide = job.prompts[0].guide
-    assert isinstance(guide, Guide)
+    assert isinstance(guide, GrammarState)
     tokens = write(guide.copy(), seed)
     if tokens is None or not is_forced:
         return

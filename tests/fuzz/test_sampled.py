@@ -40,7 +40,7 @@ def draw_request(rng: np.random.Generator) -> Request:
     return Request(
         tokens=jnp.asarray(rng.integers(0, V, (B, PROMPT_SIZE)), jnp.int32),
         lengths=jnp.asarray(rng.integers(1, PROMPT_SIZE + 1, B), jnp.int32),
-        limits=jnp.asarray(rng.integers(1, NUM_NEW + 1, B), jnp.int32),
+        max_new_tokens=jnp.asarray(rng.integers(1, NUM_NEW + 1, B), jnp.int32),
         stop_ids=jnp.asarray([[rng.integers(-1, V)]], jnp.int32),
         sampling=sampling,
     )

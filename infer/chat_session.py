@@ -22,7 +22,7 @@ from poss_jax.program.options import choose_sampling, load_engine
 from poss_jax.program.output import waiting
 from poss_jax.program.running import DIM, has_colours
 
-from .answering import Screen
+from .generate_run import Screen
 
 _HISTORY_LINES = 1000
 
@@ -86,7 +86,7 @@ class Chat:
 
     def take(self, line: str) -> None:
         """Answers a question, or runs a command."""
-        name, _, rest = line.partition(" ")
+        name, _, text = line.partition(" ")
         try:
             if not line.startswith("/"):
                 self._ask(line)
@@ -94,9 +94,9 @@ class Chat:
             if name not in COMMANDS:
                 raise UserError(f"{shorten(name)}: want one of {', '.join(COMMANDS)}")
             run, argument = COMMANDS[name]
-            if rest.strip() and not argument:
-                raise UserError(f"{name}: want nothing behind it, got {shorten(rest.strip())}")
-            run(self, rest.strip())
+            if text.strip() and not argument:
+                raise UserError(f"{name}: want nothing behind it, got {shorten(text.strip())}")
+            run(self, text.strip())
         except UserError as error:
             say(f"error: {error}")
 
@@ -170,7 +170,7 @@ class Chat:
     # ----------------------------------------------------------------------------------------------
     # Commands
 
-    def compare(self, rest: str) -> None:
+    def compare(self, text: str) -> None:
         """Answers the last question again without a draft, and compares times and texts."""
         if self.last is None:
             raise UserError("/compare: want a question that was answered; ask one")
@@ -180,26 +180,26 @@ class Chat:
         say(plain.describe())
         say(compare(self.last, plain, has_own_texts=self._engine.drafting == "sampled"))
 
-    def reset(self, rest: str) -> None:
+    def reset(self, text: str) -> None:
         """Forgets the conversation."""
         self.turns, self.last = [], None
         say("the conversation starts over")
 
-    def set_system(self, rest: str) -> None:
+    def set_system(self, text: str) -> None:
         """Starts over with another system message; without TEXT, with the model's own."""
-        self.system = rest or None
+        self.system = text or None
         self.reset("")
 
-    def set_temperature(self, rest: str) -> None:
+    def set_temperature(self, text: str) -> None:
         """Samples at this temperature from now on; 0 takes the likeliest token."""
         try:
-            settings = asdict(self.sampling) | {"temperature": float(rest)}
+            settings = asdict(self.sampling) | {"temperature": float(text)}
         except ValueError as error:
-            raise UserError(f"/temperature: want a number, got {shorten(rest)}") from error
+            raise UserError(f"/temperature: want a number, got {shorten(text)}") from error
         self.sampling = build_config(SamplingConfig, settings, origin="/temperature")
         say(f"temperature {self.sampling.temperature:g}")
 
-    def help(self, rest: str) -> None:
+    def help(self, text: str) -> None:
         """Lists the commands."""
         for name, (run, argument) in COMMANDS.items():
             say(f"{f'{name} {argument}':16}{(run.__doc__ or '').splitlines()[0]}")
@@ -221,14 +221,14 @@ def compare(drafted: Answered, plain: Answered, *, has_own_texts: bool = False) 
     is_cut = drafted.is_stopped or plain.is_stopped
     ratio = drafted.tokens_per_second / plain.tokens_per_second
     ours, theirs = (
-        f"{one.tokens_per_second:.1f} tokens/s" if is_cut else f"{one.seconds:.1f} s"
-        for one in (drafted, plain)
+        f"{answer.tokens_per_second:.1f} tokens/s" if is_cut else f"{answer.seconds:.1f} s"
+        for answer in (drafted, plain)
     )
     speed = f"with the draft {ours}, without {theirs}: {ratio:.2f} x as fast"
     if has_own_texts:
         return f"{speed}; sampled drafts change the text"
     pairs = list(zip(drafted.whole.output_ids, plain.whole.output_ids, strict=False))
-    differing = [place for place, (a, b) in enumerate(pairs) if a != b]
+    differing = [index for index, (a, b) in enumerate(pairs) if a != b]
     if differing:
         return f"{speed}; the texts differ from token {differing[0] + 1} on, as near ties can"
     return f"{speed}; the texts are equal{f' for {len(pairs)} tokens' if is_cut else ''}"
@@ -236,8 +236,8 @@ def compare(drafted: Answered, plain: Answered, *, has_own_texts: bool = False) 
 
 def say(line: str) -> None:
     """Prints a line that is the program's, not the model's."""
-    before, after = DIM if has_colours() else ("", "")
-    print(f"{before}{line}{after}", flush=True)
+    mark, end_mark = DIM if has_colours() else ("", "")
+    print(f"{mark}{line}{end_mark}", flush=True)
 
 
 @contextmanager

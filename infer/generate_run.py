@@ -53,11 +53,11 @@ class Screen:
 
     def show(self, chunk: Chunk) -> None:
         """Writes the text that a round added."""
-        before, after = self._marks
+        mark, end_mark = self._marks
         parts = []
         for is_drafted, pieces in groupby(chunk.pieces, lambda piece: piece.is_drafted):
             text = "".join(piece.text for piece in pieces)
-            parts.append(f"{before}{text}{after}" if is_drafted else text)
+            parts.append(f"{mark}{text}{end_mark}" if is_drafted else text)
         self._is_in_line = True
         sys.stdout.write("".join(parts))
         sys.stdout.flush()
@@ -142,28 +142,28 @@ def answer_prompts(config: GenerateConfig) -> None:
     for length in progress_bar(config.precompile, desc="compile", disable=is_one):
         engine.precompile([length], batch_size=config.batch_size)
     screen = Screen(shows_drafts=config.show_drafts)
-    total = sum(len(dialogue.left) for dialogue in dialogues)
+    total = sum(len(dialogue.remaining) for dialogue in dialogues)
     answers = answer_dialogues(engine, dialogues, config, screen)
     if total < 2 and not config.stream:  # no bar, and nothing to see meanwhile
         answers = announce(answers, _FIRST)
     bar = progress_bar(answers, total=total, unit="answer", disable=total < 2 or config.stream)
-    with _kept_answers(output, records, dialogues) as given:
+    with _kept_answers(output, records, dialogues) as answered:
         try:
             for index, turn, answer in bar:
-                given[index, turn] = answer
+                answered[index, turn] = answer
                 if output is None and not config.stream:
                     print(answer.output_ids if answer.text is None else answer.text)
         except KeyboardInterrupt as error:
             interruption = error
     screen.end_line()
     bar.close()
-    rounds = [answer.accepted_per_round for answer in given.values()]
+    rounds = [answer.accepted_per_round for answer in answered.values()]
     summary = {
-        "answers": len(given),
-        "new_tokens": sum(len(answer.output_ids) for answer in given.values()),
+        "answers": len(answered),
+        "new_tokens": sum(len(answer.output_ids) for answer in answered.values()),
         "mean_acceptance_length": mean_acceptance_length(rounds),
         "seconds_with_compilation": round(time.monotonic() - started, 3),
-        "output": str(output) if output is not None and given else None,
+        "output": str(output) if output is not None and answered else None,
         "interrupted": interruption is not None,
     }
     print_summary(summary, _describe(summary))
@@ -184,14 +184,14 @@ def _kept_answers(
     path: Path | None, records: Sequence[dict[str, Any]], dialogues: Sequence[Dialogue]
 ) -> Iterator[Answers]:
     """Collects answers, and writes them to the file even if the block fails."""
-    given: Answers = {}
+    answered: Answers = {}
     try:
-        yield given
+        yield answered
     finally:
-        if path is not None and given:
+        if path is not None and answered:
             lines = [
-                answer_line(records[i], dialogues[i], turn, given[i, turn])
-                for i, turn in sorted(given)
+                answer_line(records[i], dialogues[i], turn, answered[i, turn])
+                for i, turn in sorted(answered)
             ]
             write_output(path, "".join(json.dumps(line) + "\n" for line in lines))
 
