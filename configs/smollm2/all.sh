@@ -22,7 +22,7 @@ fi
 
 # Every job writes a file of its own, with draws of its own.
 seq "$JOBS" | xargs -P "$JOBS" -I{} $PY -m train.regenerate --target $OUT/target --seed {} \
-  --self-prompt $((${CHATS:-27000} / JOBS)) --self-prompt-tokens 96 --self-prompt-top-p 1 \
+  ${ASK:---self-prompt $((${CHATS:-27000} / JOBS)) --self-prompt-tokens 96 --self-prompt-top-p 1} \
   'temperatures=[0, 0.7, 1]' --max-new-tokens "${TOKENS:-256}" --keep-unfinished --batch-size "${BATCH:-32}" \
   --output $OUT/chats{}.jsonl
 [ -e $OUT/vocabulary.json ] || $PY -m train.draft_vocab count --config configs/smollm2/eagle.yaml \
