@@ -88,7 +88,7 @@ def test_the_example_is_what_a_stream_shows(runs: Runs) -> None:
     )
     prompt = engine.prepare("def area_7", max_new_tokens=N)
     chunks = list(engine.decode_rounds(prompt))
-    streamed = [list(piece) for chunk in chunks for piece in chunk.pieces]
+    streamed = [[piece.text, piece.depth] for chunk in chunks for piece in chunk.pieces]
     assert chunks[-1].answer is not None
     turn = make_turn(chunks[-1].answer, seconds=1.0, first_token_seconds=1.0)
     answer = Answer(Key(CELL, 0, "PosS-2", 0), "q0", "writing", [turn])
