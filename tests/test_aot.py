@@ -96,10 +96,37 @@ def test_no_cache_is_copied(name, changes):
         assert not re.search(rf"f32\[{dims}\]\S* (copy|transpose)\(", text)
 
 
+def sums_of_products(text: str) -> list[str]:
+    """Names of YNNPACK's fusions with both a matrix product and a reduction."""
+    bodies = dict(re.findall(r"^%?([\w.-]+) \(.*\{\n((?:  .*\n)+)\}", text, re.MULTILINE))
+    fusions = re.findall(r"calls=%?([\w.-]+).*__ynn_fusion", text)
+    return [name for name in fusions if " dot(" in bodies[name] and " reduce(" in bodies[name]]
+
+
+@pytest.mark.parametrize("quantise", [None, "int8"])
+def test_no_fusion_on_a_cpu_sums_a_product(quantise):
+    """JAX 0.10.2 to 0.12.0 compute `((x @ broadcast(s)) * x).sum()` as 1e36, or NaN."""
+    assert sums_of_products(compile_program("round", planned(quantise=quantise)).text) == []
+
+
+def test_sums_of_products_are_found():
+    text = """
+%sums (p: f32[4,4], q: f32[4,4]) -> f32[] {
+  %d = f32[4,4]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %r = f32[] reduce(%d, %z), dimensions={0,1}, to_apply=%add
+}
+
+ENTRY %main (p: f32[4,4], q: f32[4,4]) -> f32[] {
+  ROOT %f = f32[] fusion(%p, %q), kind=kCustom, calls=%sums, backend_config={"__ynn_fusion"}
+}
+"""
+    assert sums_of_products(text) == ["sums"]
+
+
 def test_kernels_are_counted_where_they_run():
     text = """HloModule drawn
 
-%fused_computation (p: f32[4]) -> f32[4] {
+%gemm_computation (p: f32[4]) -> f32[4] {
   ROOT %c = f32[4]{0} copy(%p)
 }
 
@@ -108,7 +135,7 @@ def test_kernels_are_counted_where_they_run():
 }
 
 ENTRY %main (p: f32[4]) -> f32[] {
-  %f = f32[4]{0} fusion(%p), kind=kLoop, calls=%fused_computation
+  %f = f32[4]{0} fusion(%p), kind=kCustom, calls=%gemm_computation
   %s = f32[4]{0} sort(%f), dimensions={0}
   %start = f32[4]{0} all-reduce-start(%s), to_apply=%add
   %done = f32[4]{0} all-reduce-done(%start)
