@@ -34,7 +34,7 @@ TINY: dict[str, Any] = {
     **{"own": "8", "near": "8/320", "far": "16/640 32/640", "prompts": "8 16"},
     **{"tree": "2/2/5", "chain": "2/1/3", "clients": "1 2", "pair": "--tiny"},
     "make": "ASK='--source configs/smollm2/questions.jsonl' BATCH=4 JOBS=2 TOKENS=16 "
-    "VOCABULARY=512 ARGS='data.sequence_length=256 data.validation_fraction=0.2 num_epochs=1 "
+    "VOCABULARY=512 ARGS='data.sequence_length=256 data.validation_fraction=0.5 num_epochs=1 "
     "batch_size=2 export_dtype=float32'",
     "answers": "max_new_tokens=8 num_prompts=2 temperatures=[0]",
 }
