@@ -323,7 +323,7 @@ def test_a_forced_call(
     options: Any = {"tools": [tool], "tool_choice": "required", "max_tokens": 120, "seed": SEED}
     options |= {"temperature": 1.0, "parallel_tool_calls": False}
     patient = client.with_options(timeout=600)  # programs for grammars are compiled when needed
-    reply = ask(patient, stream=is_streamed, **options)
+    reply = ask(patient, CHAT[-1:], stream=is_streamed, **options)
     if is_streamed:
         choices = [event.choices[0] for event in reply]
         called = [one for choice in choices for one in choice.delta.tool_calls or []]
@@ -413,7 +413,7 @@ def test_the_space_before_an_answer(
 
 def test_a_message_has_no_space_before_it(client: openai.OpenAI, spaces: dict[str, Any]) -> None:
     given = keywords(spaces) | {"max_tokens": N}
-    chat = ask(client, logprobs=True, **given).choices[0]
+    chat = ask(client, CHAT[:1], logprobs=True, **given).choices[0]
     assert {one.token for one in chat.logprobs.content} == {" a", "  "}
     prompt = chat.prompt_token_ids
     (text,) = texts(complete(client, prompt, **spaces))
