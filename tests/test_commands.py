@@ -25,10 +25,13 @@ from poss_jax.convert.reading import PUBLISHED
 from poss_jax.program.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+DOCS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/results/*.md")]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in DOCS)]
 LONG = {
     "docs/experiments.md",
+    "docs/faster.md",
     "docs/generate.md",
+    "docs/results/coupling.md",
     "docs/training.md",
 }  # they compile for half a minute each
 NOT_RUN = {  # beginning of a command -> why only its options are checked
