@@ -237,4 +237,4 @@ def test_a_target_without_a_chat_template_is_refused(
     for file in (tmp_path / "base").glob("chat_template*"):  # type: ignore[operator]
         file.unlink()
     error = refusal(main, "--target", folder)
-    assert "want a model with a chat template" in error and "infer.generate" in error
+    assert "want a model with a chat template" in error and "poss generate" in error

@@ -249,7 +249,8 @@ def test_record_says_where_the_model_came_from(saved):
     values = json.loads((saved / "target/model.json").read_text())
     assert values["format_version"] == 1
     assert values["target"]["name"] == "tiny"
-    assert set(values["provenance"]) == {"command", "versions", "git_sha", "device_kind"}
+    keys = {"command", "versions", "git_sha", "device_kind", "int8_products"}
+    assert set(values["provenance"]) == keys
     assert set(values["provenance"]["versions"]) >= {"python", "jax", "flax", "poss_jax"}
 
 

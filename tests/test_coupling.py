@@ -53,8 +53,8 @@ def test_greedy_sequences_are_drafted_as_by_eagle():
     given = settings(1, temperature=0.0)
     noise = draw_noise(given, jnp.zeros(1, jnp.int32), num_positions=1, vocab_size=V)
     level = Level(0, jnp.asarray([0]), jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 2, 0), bool))
-    rest = {"text": text_of([]), "noise": noise, "vocabulary": jnp.arange(V)}
-    coupled = coupled_children(logits, level, 5, sampling=given, **rest)
+    options = {"history": text_of([]), "noise": noise, "vocabulary": jnp.arange(V)}
+    coupled = coupled_children(logits, level, 5, sampling=given, **options)
     for ours, theirs in zip(coupled, top_children(logits, level, 5), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 

@@ -51,5 +51,5 @@ def test_options_paths_and_metrics_exist() -> None:
 
     pool = yaml.safe_load((FOLDER / "inference_pool.yaml").read_text())
     idle = mock.create_autospec(Scheduler, num_waiting=0, num_running=0, num_slots=1, stats=Stats())
-    names = {metric.name for metric in Metrics(idle).collect()}
+    names = {metric.name for metric in Metrics(idle, "target").collect()}
     assert set(pool["inferenceExtension"]["flags"].values()) <= names

@@ -490,7 +490,7 @@ def test_exporting_or_training_with_a_quantised_target(runs, quantised, tmp_path
     assert "is quantised to int8, which no layout holds" in refusal(convert_main, "export", *given)
     config = config_file(runs, tmp_path, DRAFT, target=quantised["int8"])
     message = refusal(train_main, "--config", config)
-    assert "is quantised to int8, which no model is trained with; give the target it" in message
+    assert "int8, which no model is trained with; give the target it was made from" in message
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").rglob("model.json"))
 
 

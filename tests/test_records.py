@@ -120,7 +120,7 @@ def test_details_are_one_line_without_control_characters() -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
 def test_empty_files(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("")
-    with pytest.raises(UserError, match=r"one training and one validation|cannot be used"):
+    with pytest.raises(UserError, match=r"want documents, got empty files|cannot be used"):
         load(tmp_path / name)
 
 

@@ -841,15 +841,19 @@ def test_errors_name_no_paths(runs: Runs, served: Served) -> None:
     assert str(runs.root) not in told and "poss_jax/" not in told and "weight" not in told
 
 
-def test_log_says_what_the_first_answer_waited_for(
-    served: Served, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("guide", "arrived", "compiled", "expected"),
+    [(None, 5.0, 0.0, 750), ("a grammar", 5.0, 0.0, 4250), (None, 10.0, 0.25, None)],
+)
+def test_log_says_what_an_answer_waited_for(
+    guide: str | None, arrived: float, compiled: float, expected: int | None
 ) -> None:
-    caplog.set_level(logging.INFO, "poss_jax.access")
-    body = {"prompt": "def", "max_tokens": 2}
-    with serving(served.engine) as starting:
-        assert not starting.service.is_ready
-        for _ in range(2):
-            assert starting.post("/v1/completions", body).status_code == 200
-    first, second = (json.loads(record.getMessage()) for record in caplog.records[-2:])
-    assert 0 < first["milliseconds_for_compilation"] <= first["milliseconds"]
-    assert "milliseconds_for_compilation" not in second
+    """Programs were ready at 5.5 seconds, for grammars at 9; a quarter was compiled in between."""
+    scheduler = SimpleNamespace(
+        compilation=SimpleNamespace(ready_at=5.5, guided_at=9.0),
+        stats=SimpleNamespace(compile_seconds=0.25),
+    )
+    job, notes = SimpleNamespace(prompts=[SimpleNamespace(guide=guide)]), dict[str, Any]()
+    service: Any = SimpleNamespace(scheduler=scheduler)
+    Service._note_wait(service, notes, job, arrived, compiled)  # type: ignore[arg-type]
+    assert notes.get("milliseconds_for_compilation") == expected

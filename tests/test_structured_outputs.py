@@ -169,6 +169,7 @@ def test_a_server_answers_as_the_engine_does() -> None:
                 prompt="a é",
                 max_tokens=60,
                 seed=7,
+                temperature=1.0,
                 stream=is_streamed,
                 extra_body={"response_format": formats},
             )

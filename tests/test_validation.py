@@ -110,7 +110,7 @@ def test_draft_by_depth(target, draft):
     mask &= DOCUMENTS > 0
     drafted, chosen = np.argmax(predicted @ head.T, axis=-1), np.argmax(wanted @ head.T, axis=-1)
     np.testing.assert_array_equal(shown.tokens, drafted)
-    np.testing.assert_array_equal(np.where(mask, shown.wanted, 0), np.where(mask, chosen, 0))
+    np.testing.assert_array_equal(np.where(mask, shown.labels, 0), np.where(mask, chosen, 0))
     np.testing.assert_array_equal(shown.is_trained, mask)
 
     hits = (drafted == chosen) & mask
@@ -174,4 +174,4 @@ def test_target(target):
     loss = jax.jit(target_loss, static_argnums=(2, 3))(target, BATCH, LLAMA, STEP)
     assert sums.loss == loss and int(sums.num_trained) == shown.is_trained.sum() > 0
     np.testing.assert_array_equal(shown.tokens[0], chosen)
-    np.testing.assert_array_equal(shown.wanted[:, :-1], TOKENS[:, 1:])
+    np.testing.assert_array_equal(shown.labels[:, :-1], TOKENS[:, 1:])

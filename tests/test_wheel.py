@@ -72,7 +72,7 @@ def test_programs_run_where_there_is_no_checkout(
     run([*pip, "--no-deps", "--no-index", str(wheel)], folder)
     (site,) = environment.glob("lib/*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "15\n"
+    assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "12\n"
     poss = str(environment / "bin" / "poss")
     assert run([poss, "plot", "--help"], folder).startswith("usage: poss plot ")
     options = "--prompt import --max-new-tokens 4 --tree-depth 1 --stream"

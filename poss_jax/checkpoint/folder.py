@@ -97,7 +97,7 @@ def read_target(folder: str | AnyPath) -> ModelRecord:
 def read_dense(folder: str | AnyPath) -> ModelRecord:
     """Reads the record of a target's folder whose weights no quantisation has rounded.
 
-    Drafts are trained and analysed along features of such a target.
+    Models are trained, and drafts analysed, with such a target.
 
     Raises:
       UserError: what `read_target` refuses, or a quantised target.
@@ -108,9 +108,8 @@ def read_dense(folder: str | AnyPath) -> ModelRecord:
     command: list[str] = record.provenance.get("command", [])
     source = dict(pairwise(command)).get("--source", "SOURCE")
     raise UserError(
-        f"target {folder} is quantised to {record.quantised}, and no draft is made for such "
-        f"features; give the target it was made from: poss convert target --source {source} "
-        "--output DIR"
+        f"target {folder} is quantised to {record.quantised}, which no model is trained with; give "
+        f"the target it was made from: poss convert target --source {source} --output DIR"
     )
 
 
