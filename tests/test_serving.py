@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import cycle, islice, product
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from poss_jax.config.decoding import SamplingOptions
 from poss_jax.engine.prompts import fold_seed, prompt_seed
 from poss_jax.model.documents import encode
 from poss_jax.model.target import stack_layers
+from poss_jax.serving.requests import Job
 from poss_jax.serving.service import Service
 
 N = 24
@@ -853,7 +855,7 @@ def test_log_says_what_an_answer_waited_for(
         compilation=SimpleNamespace(ready_at=5.5, guided_at=9.0),
         stats=SimpleNamespace(compile_seconds=0.25),
     )
-    job, notes = SimpleNamespace(prompts=[SimpleNamespace(guide=guide)]), dict[str, Any]()
+    job, notes = mock.Mock(Job, prompts=[SimpleNamespace(guide=guide)]), dict[str, Any]()
     service: Any = SimpleNamespace(scheduler=scheduler)
-    Service._note_wait(service, notes, job, arrived, compiled)  # type: ignore[arg-type]
+    Service._note_wait(service, notes, job, arrived, compiled)
     assert notes.get("milliseconds_for_compilation") == expected
