@@ -217,7 +217,7 @@ def time_training(family: str, llama: LlamaConfig, args: argparse.Namespace) -> 
 
 
 def list_jobs(llama: LlamaConfig, device: Device, args: argparse.Namespace) -> Jobs:
-    """Everything to measure; engines are gone before training makes weights of its own."""
+    """Everything to measure; engines are freed before training makes its weights."""
     if args.only != ["training"]:
         yield from list_decoding(llama, device, args)
     if "training" in args.only:
@@ -259,7 +259,7 @@ def list_methods(
 
 
 def begin_report(device: Device, args: argparse.Namespace) -> dict[str, Any]:
-    """Goes on with the report in --output if device and options are the same, else begins one."""
+    """Resumes the report in --output if device and options are the same, else begins one."""
     options = {name: str(value) for name, value in vars(args).items() if name != "output"}
     report = {"device": asdict(device), "options": options, "provenance": provenance()}
     with suppress(OSError, ValueError, KeyError):

@@ -1,7 +1,7 @@
 """The queue of measurements for a GPU or TPU, in order of worth; `benchmarks/device.sh` runs it.
 
 A stage is a command with a limit and a folder in runs/device for its report; its log and how it
-ended lie beside it. Started again, the queue goes on with the first stage that has not ended well;
+ended lie beside it. Started again, the queue resumes at the first stage that has not ended well;
 remove runs/device/NAME* to measure one again. The last lines compare every number
 with the committed report of such a device, and tell what it decides (docs/bench.md, "Decisions").
 """
@@ -189,7 +189,7 @@ def read_committed(stage: str, device: str) -> dict[str, float]:
 
 
 def summarise(stages: Sequence[Stage], root: Path, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Every number beside the committed one, then the decisions."""
+    """Every number next to the committed one, then the decisions."""
     reports = {stage.name: read_json(root / stage.name / "report.json") for stage in stages}
     numbers = {stage: list_numbers(report) for stage, report in reports.items()}
     for stage, measured in numbers.items():
@@ -259,7 +259,7 @@ def is_faster(plain: Mapping[str, float], changed: Mapping[str, float], near: st
 def compare_all(
     numbers: Mapping[str, float], ours: str, rival: str, *, min_ratio: float
 ) -> bool | None:
-    """Tells whether ours is at least that share of its rival wherever both were measured."""
+    """Tells whether the first is at least that share of the second wherever both were measured."""
     pairs = {name: name.replace(ours, rival, 1) for name in numbers if name.startswith(ours)}
     ratios = [numbers[name] / numbers[rival] for name, rival in pairs.items() if rival in numbers]
     return min(ratios) >= min_ratio if ratios else None

@@ -3,7 +3,7 @@
 Model folders are made of them below runs/python when they are first wanted.
 
     python -m benchmarks.python_models                       # all folders, which configs name
-    python -m benchmarks.python_models --pack runs/bundled   # files of models trained anew
+    python -m benchmarks.python_models --pack runs/bundled   # files of models trained again
 """
 
 import json
@@ -58,7 +58,7 @@ def unpack(source: Path, folder: Path) -> None:
 
 
 def pack(folder: Path, target: Path) -> None:
-    """Makes a file of a model folder, beside the tokenizer that all of them share."""
+    """Makes a file of a model folder, next to the tokenizer that all of them share."""
     record = read_record(folder)
     arrays = {
         "/".join((name, *path)): np.asarray(array)

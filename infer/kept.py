@@ -1,4 +1,4 @@
-"""Results of a long measurement, kept one by one: the same command goes on after an interruption.
+"""Results of a long measurement, kept one by one: the same command resumes after an interruption.
 
 They lie in `unfinished` of the cache folder until the measurement is finished.
 """

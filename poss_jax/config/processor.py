@@ -1,4 +1,4 @@
-"""What a CPU multiplies int8 weights with: integers, or floats."""
+"""The choice between integer and float products of int8 weights on a CPU."""
 
 import os
 import platform

@@ -268,7 +268,7 @@ def _verify(folder: Path, names: Iterable[str]) -> set[str]:
 
 
 def _highest_id(tokenizer: Path) -> int:
-    """Highest id of a tokenizer.json; -1 if it cannot be read, which whoever loads it is told."""
+    """Highest id of a tokenizer.json; -1 if it cannot be read, which loading it reports."""
     try:
         return max(Tokenizer.from_file(str(tokenizer)).get_vocab().values())
     except KeyboardInterrupt:

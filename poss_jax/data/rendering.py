@@ -95,7 +95,7 @@ def render_steps(
         raise RenderError(f"want text as UTF-8, got half a character ({error.reason})") from error
     except (TemplateError, ValueError) as error:
         raise RenderError(one_line(error)) from error
-    except Exception as error:  # whatever the template's own operations raise
+    except Exception as error:  # any error of the template's operations
         raise RenderError(f"{type(error).__name__}: {one_line(error)}") from error
     return parts
 

@@ -241,7 +241,7 @@ def draft_candidates(
 def _allow(
     weights: Weights, config: StaticShape, allowed: UInt[Array, "B words"] | None
 ) -> Callable[[drafting.ChildrenFn], drafting.ChildrenFn]:
-    """Changes how children are chosen: those of the root are tokens that a grammar allows."""
+    """Limits the root's children to tokens that a grammar allows."""
     if allowed is None:
         return lambda children: children
     vocabulary, mask = weights.draft["vocabulary"], unpack(allowed, config.target.vocab_size)

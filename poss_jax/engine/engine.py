@@ -78,7 +78,7 @@ class Engine:
       max_length: most tokens of prompt and answer together.
       mesh: grid of devices; None is one device.
       recommended: how the target's authors recommend to sample from it; the calls below are greedy
-        unless they are told otherwise.
+        unless a call says otherwise.
     """
 
     def __init__(

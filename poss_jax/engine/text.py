@@ -148,7 +148,7 @@ class _Decoder:
         if token in self._shown:
             pieces, self._ids, self._num_shown = self.flush(), [], 0
             return [*pieces, Piece(self._tokenizer.convert_ids_to_tokens(token), depth)]
-        if token in self._named:  # the text goes on behind it as if it were not there
+        if token in self._named:  # the text continues after it as if it were not there
             return [*self.flush(), Piece(self._named[token], depth, is_hidden=True)]
         alone = _read_alone(self._tokenizer, token)
         if alone is None:

@@ -35,13 +35,13 @@ def multiply_integers(
     """Multiplies float32 rows by int8 values, with int32 sums.
 
     Args:
-      rows: any numbers; the error is that of rounding each to `num_limbs` limbs.
+      rows: converted to float32; the error is that of rounding each to `num_limbs` limbs.
       values: int8.
       num_limbs: int8 numbers per element of a row. Static.
     """
     scale, limbs = split_limbs(rows.astype(jnp.float32), num_limbs)
     stacked = limbs.reshape(-1, limbs.shape[-1])
-    if len(stacked) == 1:  # XLA would run one row in a loop of its own
+    if len(stacked) == 1:  # XLA would run one row in a slower loop
         stacked = lax.optimization_barrier(jnp.pad(stacked, ((0, 1), (0, 0))))
     contract_last = ((1,), (1,)), ((), ())
     sums = lax.dot_general(stacked, values, contract_last, preferred_element_type=jnp.int32)

@@ -149,7 +149,7 @@ class CallReader:
 
     A call reaches to the first end mark outside its strings; what is no call is text. A string
     ends at a quote, at the latest at the end of its line, since JSON breaks no line within one.
-    Blanks beside a call are text only between two texts, and belong to the later one.
+    Blanks next to a call are text only between two texts, and belong to the later one.
 
     Attributes:
       text: the text so far, without calls.
@@ -233,7 +233,7 @@ class CallReader:
         for match in self._string_or_end.finditer(self._held, self._num_scanned):
             if match["close"] is None:
                 return match.start()
-            if match["close"] in ("", "\\"):  # the string goes on
+            if match["close"] in ("", "\\"):  # the string continues
                 return None
             self._num_scanned = match.end()
         return None
