@@ -26,7 +26,7 @@ seq "$JOBS" | xargs -P "$JOBS" -I{} $PY -m train.regenerate --target $OUT/target
   'temperatures=[0, 0.7, 1]' --max-new-tokens "${TOKENS:-256}" --keep-unfinished --batch-size "${BATCH:-32}" \
   --output $OUT/chats{}.jsonl
 [ -e $OUT/vocabulary.json ] || $PY -m train.draft_vocab count --config configs/smollm2/eagle.yaml \
-  specialists.draft_vocabulary=null --size "${VOCABULARY:-8192}" --output $OUT/vocabulary.json
+  specialists.draft_vocabulary=null ${ARGS:-} --size "${VOCABULARY:-8192}" --output $OUT/vocabulary.json
 
 train() { printf '%s\n' "$@" | xargs -P "$JOBS" -I{} $PY -m train.main --config configs/smollm2/{}.yaml ${ARGS:-}; }
 DRAFTS=${DRAFTS-hass poss1 poss2 poss3 poss1_e3}
