@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from golden import ROOT_E3
-from programs import Runs, refusal
+from programs import Runs, refusal, write_lines
 
 import poss_jax
 from benchmarks.aot.config import AheadConfig
+from infer.bench import compare
 from infer.bench.measure import with_default_models
 from infer.generate import main as generate
 from poss_jax.bundled import conversion, default
@@ -125,6 +126,16 @@ def test_programs_take_it_where_no_target_is_named(
     assert with_default_models(given).drafts == {"D": "d"}
     assert with_default_models(BenchConfig(target="t")) == BenchConfig(target="t")
     assert json.dumps(bench.drafts)  # as reports hold it
+
+
+def test_a_report_has_the_names_of_bundled_models_and_no_folders_of_the_machine(
+    converted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(default, "DRAFTS", {})
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt_ids": [5, 6]})
+    config = BenchConfig(prompts=str(prompts), max_new_tokens=2)
+    report, _ = compare.bench(config)
+    assert (report["config"]["target"], report["config"]["drafts"]) == ("smollm2", {})
 
 
 def test_names_of_bundled_models_stand_for_folders(

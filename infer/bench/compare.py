@@ -43,7 +43,6 @@ from .summary import make_grid, show_example, summarise_group
 
 def run(config: BenchConfig, *, from_scratch: bool) -> None:
     """Measures, prints, and writes the report; `from_scratch` drops an earlier one."""
-    config = with_default_models(config)
     output = config.output
     is_resumed = output is not None and (local_path(output, "output") / SETTINGS).is_file()
     with open_output(output, overwrite=from_scratch or is_resumed) as folder:
@@ -68,6 +67,7 @@ def bench(
     Returns:
       The report, JSON-compatible (see docs/bench.md), and all answers.
     """
+    as_named, config = config, with_default_models(config)
     decoders = load_decoders(config)
     sets = read_sets(config, decoders[0].engine)
     dialogues = {
@@ -99,7 +99,7 @@ def bench(
         "groups": list(_summarise(config, decoders, dialogues, journal)),
         **_describe_methods(decoders, prompt, journal, has_phases=config.phases),
     }
-    report = with_provenance(report | by_depth, config)
+    report = with_provenance(report | by_depth, as_named)  # names, not this machine's folders
     return report, [journal.answers[key] for key in keys]
 
 
