@@ -1,15 +1,16 @@
 """Products of rows with a weight of 8 bits on a CPU.
 
 XLA hands a product of two int8 matrices to YNNPACK, whose integer kernels read 8 bits per weight
-and reach the speed of memory. So a row is written as a sum of int8 limbs with one scale:
+and convert none. So a row is written as a sum of int8 limbs with one scale:
 
     x = scale * (limb 0 + limb 1 / 128 + limb 2 / 128**2)
 
-and the limbs of all rows are the rows of one product. Integer sums are exact in any order, and
-factors of two leave nothing to round, so a row's product has the same bits alone and among other
-rows, in any tree, batch or prefill chunk, for any number of threads and on any processor. Three
-limbs are as exact as float32 (2**-22 of a row's largest element); two are enough for drafts, whose
-numbers cannot change a text. `config.processor` says where float products take their place.
+and the limbs of all rows are the rows of one product. Integer sums are exact in any order, and a
+factor of two is exact, fused with the addition or not. So a row's product has the same bits alone
+and among other rows, in any tree, batch or prefill chunk, for any number of threads and on any
+processor. Three limbs are as exact as float32 (2**-22 of a row's largest element). Drafts have two:
+their numbers decide what is proposed, not what is kept. `config.processor` says where float
+products take their place.
 """
 
 import jax.numpy as jnp
