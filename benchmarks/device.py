@@ -25,14 +25,29 @@ MIN_SECONDS = 20  # with less left no stage is begun
 GRACE_SECONDS = 20  # between asking a stage to stop and killing it
 TIMED_OUT = 124  # of `timeout`
 
-SIZES: dict[str, Any] = {
-    **{"own": "512", "near": "512/8192", "far": "4096/16384 16128/16384", "prompts": "512 4096"},
-    **{"tree": "6/10/60", "chain": "5/1/6", "clients": "1 8 32", "pair": ""},
-    **{"make": "CHATS=27000 BATCH=512 JOBS=4", "answers": "max_new_tokens=128"},
+SIZES = {
+    "own": "512",
+    "near": "512/8192",
+    "far": "4096/16384 16128/16384",
+    "prompts": "512 4096",
+    "tree": "6/10/60",
+    "chain": "5/1/6",
+    "clients": "1 8 32",
+    "pair": "",
+    "make": "CHATS=27000 BATCH=512 JOBS=4",
+    "answers": "max_new_tokens=128",
 }
-TINY: dict[str, Any] = {
-    **{"own": "8", "near": "8/320", "far": "16/640 32/640", "prompts": "8 16"},
-    **{"tree": "2/2/5", "chain": "2/1/3", "clients": "1 2", "pair": "--tiny"},
+"""What the commands of a GPU or TPU take."""
+
+TINY = {
+    "own": "8",
+    "near": "8/320",
+    "far": "16/640 32/640",
+    "prompts": "8 16",
+    "tree": "2/2/5",
+    "chain": "2/1/3",
+    "clients": "1 2",
+    "pair": "--tiny",
     "make": "ASK='--source configs/smollm2/questions.jsonl' BATCH=4 JOBS=2 TOKENS=16 "
     "VOCABULARY=512 ARGS='data.sequence_length=256 data.validation_fraction=0.5 num_epochs=1 "
     "batch_size=2 export_dtype=float32'",
