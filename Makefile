@@ -68,7 +68,7 @@ bundle: $(STAMP)  ## train the small Python models of tests and benchmarks (5 ho
 test: $(STAMP)  ## run the tests
 	@$(PYTEST) $(ARGS)
 
-test-quick: $(STAMP)  ## run one test for each promise of CONTRIBUTING.md
+test-quick: $(STAMP)  ## run one test for each promise of CONTRIBUTING.md but PyTorch's
 	@$(PYTEST) -m 'quick and not slow and not device' $(ARGS)
 
 test-torch: $(STAMP)  ## install PyTorch and run the tests that need it

@@ -278,6 +278,15 @@ def test_greedy_sequences_have_no_noise():
     assert not drawn[0].any() and drawn[1].all()
 
 
+@pytest.mark.optimised
+def test_noise_reaches_beyond_one_in_ten_million():
+    """Noise of 24 bits ends at 16.6, and so never chooses a token of probability below 6e-8."""
+    drawn = noise([0], [0], 16, vocab_size=2**22)
+    bound = 16.7
+    expected = drawn.size * -np.expm1(-np.exp(-bound))
+    assert 0 < (drawn > bound).sum() < expected + 4 * np.sqrt(expected)
+
+
 def test_noise_is_gumbel():
     drawn = np.sort(noise(range(64), [0] * 64, 8, vocab_size=256).ravel())
     rank = (np.arange(drawn.size) + 0.5) / drawn.size

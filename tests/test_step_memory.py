@@ -1,4 +1,4 @@
-"""The compiler's memory of a training step: its growth with length."""
+"""The compiler's memory of a training step: its growth with depth and length."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -50,6 +50,11 @@ def temporary_bytes(draft: DraftConfig, depth: int, length: int) -> int:
     key = jax.eval_shape(lambda: jax.random.key(0))
     compiled = make_draft_step(task, optimizer).lower(state, target, batch, key).compile()
     return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_depth_costs_one_version_each():
+    grown = temporary_bytes(HASS, 6, T) - temporary_bytes(HASS, 2, T)
+    assert 0 < grown <= 1.05 * 4 * B * T * LLAMA.hidden_size * 4
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from programs import (
     refusal,
     summary,
     weights,
+    write_lines,
 )
 
 from poss_jax.checkpoint.folder import load_draft
@@ -321,6 +322,17 @@ def test_dry_run_shows_the_sample_before_it_refuses_the_batch(
     error = refusal(main, "--config", config, "batch_size=1000", "--dry-run")
     assert error.endswith("or lower batch_size (batch_size=1)")
     assert f"\n{BRACKETS[0]}<s>def area_" in capsys.readouterr().out
+
+
+def test_names_of_data_files_are_printed_without_control_characters(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [{"text": f"def area_{number}(): return {number}"} for number in range(60)]
+    write_lines(tmp_path / "bad\x1b[31m.jsonl", "junk", *texts)
+    config = config_file(runs, tmp_path / "in", TARGET, output=str(tmp_path / "run"))
+    main(["--config", config, f"data.source={tmp_path}/*.jsonl", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "bad\\x1b[31m.jsonl:1" in printed and "\x1b" not in printed
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from poss_jax.config.paths import AnyPath
+from poss_jax.config.reading import printable
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
@@ -104,7 +105,7 @@ def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, A
     assert config.num_tokens is not None
     if is_first_process():
         sample = describe_sample(stage.rows, stage.tokenizer)
-        print("\n".join([*describe_data(stage.report), *sample]))
+        print("\n".join([*map(printable, describe_data(stage.report)), *sample]))
     check_held_out(config, stage.validation_rows)
     memory = describe_devices(stage.plan_step(), compile_for)
     return {

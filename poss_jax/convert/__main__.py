@@ -344,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in _COMMANDS.items():
         required = {flag: _OPTIONS[flag] for flag in command.required.split()}
         usage = " ".join(f"{flag} {option['metavar']}" for flag, option in required.items())
-        option = parsers.add_parser(
+        subparser = parsers.add_parser(
             name,
             help=command.help,
             description=textwrap.fill(f"{command.help} {command.more}", 79),
@@ -354,9 +354,9 @@ def _parser() -> argparse.ArgumentParser:
             options = dict(_OPTIONS[flag])
             if flag.startswith("--"):
                 options["required"] = flag in required
-            option.add_argument(flag, **options)
-        add_json(option)
-        add_version(option)
+            subparser.add_argument(flag, **options)
+        add_json(subparser)
+        add_version(subparser)
     return parser
 
 

@@ -129,7 +129,7 @@ def commit_rows(cache: KVCache, rows: KeysValues, num_kept: Int[Array, " B"]) ->
 
     def written(stored: list[Array], new: list[Array]) -> list[Array]:
         pairs = zip(stored, new, strict=True)
-        return [write_rows(old, rows, start, axis=2) for old, rows in pairs]
+        return [write_rows(old, added, start, axis=2) for old, added in pairs]
 
     k, v = written(cache.k, rows.k), written(cache.v, rows.v)
     return cache.replace(k=k, v=v, length=start + num_kept)
