@@ -1,12 +1,17 @@
 """A folder that was downloaded is data: neither programs nor their children run its files."""
 
 import os
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from gguf_files import draw_tensors, write_gguf
+from serving import until
 
 ROOT = Path(__file__).parent.parent
 PLANTED = "filelock numpy jax poss_jax transformers tokenizers jinja2 json struct pickle".split()
@@ -42,15 +47,49 @@ def test_no_program_runs_code_of_the_working_folder(
     folder: Path, tmp_path: Path, words: list[str], typed: str
 ) -> None:
     limit = [] if words[0] == "inspect" else ["--max-new-tokens", "1"]
-    # Installed, `poss` has its own folder in front of the import path, as -P leaves it.
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "poss_jax", *words, *limit],
-        input=typed,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "POSS_JAX_CACHE": str(tmp_path)},
+    command, options = poss(folder, tmp_path, *words, *limit)
+    result = subprocess.run(command, input=typed, capture_output=True, text=True, **options)
+    assert_nothing_ran(folder)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_process_that_tries_grammars_runs_no_code_of_the_working_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command, options = poss(
+        folder, tmp_path, "serve", "model.gguf", "--port", port, "--max-length", "64"
     )
+    with (
+        subprocess.Popen(command, stderr=subprocess.DEVNULL, **options) as server,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client,
+    ):
+        try:
+            until(lambda: is_up(client), seconds=120)
+            body = {"prompt": "!", "max_tokens": 2, "structured_outputs": {"choice": ["!"]}}
+            reply = client.post("/v1/completions", json=body)
+        finally:
+            server.terminate()
+    assert_nothing_ran(folder)
+    assert reply.status_code == 200, reply.text
+
+
+def poss(folder: Path, cache: Path, *words: str) -> tuple[list[str], dict[str, Any]]:
+    """A command and the options of its process, which works in a downloaded folder."""
+    # Installed, `poss` has its own folder in front of the import path, as -P leaves it.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "POSS_JAX_CACHE": str(cache)}
+    command = [sys.executable, "-P", "-m", "poss_jax", *words]
+    return command, {"cwd": folder, "env": environment}
+
+
+def is_up(client: httpx.Client) -> bool:
+    with suppress(httpx.TransportError):
+        return client.get("/health").status_code == 200
+    return False
+
+
+def assert_nothing_ran(folder: Path) -> None:
     ran = folder / "ran"
     assert not ran.exists(), ran.read_text()
-    assert result.returncode == 0, result.stderr
