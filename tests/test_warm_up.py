@@ -120,6 +120,16 @@ def test_a_request_waits_for_what_it_needs(engine: Engine, warming: Scheduler, g
     assert sum(len(chunk.logprobs) for chunk in chunks) == 5
 
 
+def test_log_probabilities_without_drafts(engine: Engine, warming: Scheduler, gate: Gate) -> None:
+    """No such rounds are compiled, so they come from those with drafts."""
+    gate.open()
+    prompt = engine.prepare([1, 2], 5, drafts=False)
+    chunks = [*warming.submit(prompt, has_logprobs=True)]
+    assert chunks[-1].answer is not None
+    assert chunks[-1].answer.output_ids == alone(engine, prompt).output_ids
+    assert sum(len(chunk.logprobs) for chunk in chunks) == 5
+
+
 def test_a_grammar_waits_for_its_rounds_and_lets_others_pass(gate: Gate) -> None:
     """They are compiled next, and not by the thread that decodes."""
     engine = test_grammar.draw_engine(test_grammar.TREE)

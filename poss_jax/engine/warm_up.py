@@ -128,9 +128,10 @@ class WarmUp:
         if size != self._first or kind.is_guided or kind in self._rounds:
             return kind
         return next(
-            kind
-            for kind in self._rounds
-            if kind.is_sampled >= kind.is_sampled and kind.has_logprobs >= kind.has_logprobs
+            candidate
+            for candidate in self._rounds
+            if candidate.is_sampled >= kind.is_sampled
+            and candidate.has_logprobs >= kind.has_logprobs
         )
 
 

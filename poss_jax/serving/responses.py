@@ -210,8 +210,8 @@ class ResponseReply(Reply):
             if item is None:
                 yield None
             elif (data := self.take(*item)) is not None:
-                for item in data["choices"][0]["delta"]["items"]:
-                    for update in self._add(item):
+                for added in data["choices"][0]["delta"]["items"]:
+                    for update in self._add(added):
                         yield update
         reply = self.body()
         is_cut = reply["choices"][0]["finish_reason"] == "length"
