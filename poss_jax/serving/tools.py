@@ -21,6 +21,7 @@ from poss_jax.engine.grammar import JSON_LAYOUT, Grammar
 _ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # what Mistral's templates want; others take any
 _TEXT = r"TEXT: /(.|\n)*/"
+_LETTERS = re.compile(r'(?:[^"\\\n]|\\.)*+', re.DOTALL)  # of a string of JSON, in whole escapes
 _BETWEEN = " \n\t;,"  # calls without an end mark
 
 Call = dict[str, Any]
@@ -161,11 +162,11 @@ class CallReader:
         self.text, self.calls = "", list[Call]()
         self._held = ""  # neither text nor a whole call yet
         self._opening: str | None = None  # mark of the call that is held; None: text is held
-        self._num_scanned = 0  # letters of that call up to its last whole string
+        self._num_scanned = 0  # letters of that call that are not looked at again
+        self._is_in_string = False  # whether they end within one of its strings
         self._blanks = ""  # behind the text so far
         self._follows_call = False
-        string = r'"(?:[^"\\\n]|\\.)*+(?P<close>["\n]|\\?\Z)'
-        self._string_or_end = re.compile(f"{string}|{re.escape(self._form.end)}", re.DOTALL)
+        self._quote_or_end = re.compile(f'"|{re.escape(self._form.end)}')
 
     def push(self, text: str, *, is_last: bool) -> list[str | Call]:
         """Adds to the answer; returns the texts and calls that are certain now, in their order.
@@ -228,15 +229,28 @@ class CallReader:
 
     def _find_end(self) -> int | None:
         """Where the call that is held ends; None: not yet, or with the answer."""
-        if not self._form.end:
-            return None
-        for match in self._string_or_end.finditer(self._held, self._num_scanned):
-            if match["close"] is None:
-                return match.start()
-            if match["close"] in ("", "\\"):  # the string continues
+        while self._form.end:
+            if self._is_in_string and not self._leave_string():
                 return None
-            self._num_scanned = match.end()
+            match = self._quote_or_end.search(self._held, self._num_scanned)
+            if match is None:
+                undecided = len(self._form.end) - 1
+                self._num_scanned = max(self._num_scanned, len(self._held) - undecided)
+                return None
+            if match[0] != '"':
+                return match.start()
+            self._num_scanned, self._is_in_string = match.end(), True
         return None
+
+    def _leave_string(self) -> bool:
+        """Scans the rest of a string; False if it has no end yet."""
+        letters = _LETTERS.match(self._held, self._num_scanned)
+        assert letters, "want a match, if only of nothing"
+        self._num_scanned = letters.end()
+        if self._held[self._num_scanned : self._num_scanned + 1] in ("", "\\"):
+            return False
+        self._num_scanned, self._is_in_string = self._num_scanned + 1, False
+        return True
 
     def _take_calls(self, end: int | None) -> list[str | Call]:
         """Takes the calls up to their end, or the text that they are if they are none."""
@@ -245,7 +259,7 @@ class CallReader:
         is_known = self._opening or all(call["name"] in self._caller.names for call in functions)
         text = f"{self._opening}{inside}{mark}"
         self._held = self._held[len(inside) + len(mark) :]
-        self._opening, self._num_scanned = None, 0
+        self._opening, self._num_scanned, self._is_in_string = None, 0, False
         return [*map(_describe, functions)] if functions and is_known else [text]
 
 
