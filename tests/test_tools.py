@@ -97,9 +97,22 @@ def cut_at(text: str, places: Sequence[int]) -> list[str]:
         ("mistral", "[TOOL_CALLS]" + json.dumps([LISBON, PORTO]), "", [LISBON, PORTO]),
         ("mistral", "Well [TOOL_CALLS] " + json.dumps([LISBON]), "Well", [LISBON]),
         ("mistral", "a [1] [TOOL", "a [1] [TOOL", []),
+        ("mistral", f"[TOOL_CALLS][{json.dumps(LISBON)}] Done. ", "Done. ", [LISBON]),
+        ("mistral", f"So\n[TOOL_CALLS][{json.dumps(LISBON)}] [{{", "So\n [{", [LISBON]),
+        ("mistral", f"[TOOL_CALLS][{json.dumps(LISBON)}, 7]", None, []),
+        (
+            "mistral",
+            f"[TOOL_CALLS][{json.dumps(LISBON)}] and [TOOL_CALLS][{json.dumps(PORTO)}];",
+            "and",
+            [LISBON, PORTO],
+        ),
+        ("mistral", f"[TOOL_CALLS]x [TOOL_CALLS][{json.dumps(PORTO)}]", "[TOOL_CALLS]x", [PORTO]),
+        ("llama3", MARK + json.dumps(LOOK) + " Done.", "Done.", [LISBON]),
+        ("llama3", json.dumps(LOOK) + " Done.", None, []),  # without a mark the answer is all call
     ],
 )
-def test_calls_are_found_in_any_parts(form: str, answer: str, text: str, calls: Any) -> None:
+def test_calls_are_found_in_any_parts(form: str, answer: str, text: str | None, calls: Any) -> None:
+    text = answer if text is None else text
     assert read(form, answer) == read(form, *answer) == (text, calls)
     rng = np.random.default_rng(0)
     for _ in range(20):

@@ -12,6 +12,7 @@ import re
 import secrets
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from poss_jax.config.json_reading import JsonError, check_text, parse_json
@@ -22,7 +23,7 @@ _ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # what Mistral's templates want; others take any
 _TEXT = r"TEXT: /(.|\n)*/"
 _LETTERS = re.compile(r'(?:[^"\\\n]|\\.)*+', re.DOTALL)  # of a string of JSON, in whole escapes
-_BETWEEN = " \n\t;,"  # calls without an end mark
+_BETWEEN = string.whitespace + ";,"  # calls without an end mark
 
 Call = dict[str, Any]
 """A call as the API writes it: its id, and the name and arguments of a function."""
@@ -33,7 +34,7 @@ class CallForm(NamedTuple):
 
     Attributes:
       begin: mark before calls.
-      end: mark after each; "": calls end with the answer.
+      end: mark after each; "": none, so text may follow their JSON.
       bare: letter that begins calls without a mark, if the answer begins with it; "": none.
       single: grammar of a single call, in llguidance's Lark.
       many: grammar of one or several; "": only one is written.
@@ -150,6 +151,7 @@ class CallReader:
 
     A call reaches to the first end mark outside its strings; what is no call is text. A string
     ends at a quote, at the latest at the end of its line, since JSON breaks no line within one.
+    Without an end mark calls are read once the answer has ended: the JSON that follows the mark.
     Blanks next to a call are text only between two texts, and belong to the later one.
 
     Attributes:
@@ -255,12 +257,15 @@ class CallReader:
     def _take_calls(self, end: int | None) -> list[str | Call]:
         """Takes the calls up to their end, or the text that they are if they are none."""
         inside, mark = self._held[:end], "" if end is None else self._form.end
-        functions = _read_calls(inside)
-        is_known = self._opening or all(call["name"] in self._caller.names for call in functions)
-        text = f"{self._opening}{inside}{mark}"
+        opening, functions, behind = self._opening, *_read_calls(inside)
         self._held = self._held[len(inside) + len(mark) :]
         self._opening, self._num_scanned, self._is_in_string = None, 0, False
-        return [*map(_describe, functions)] if functions and is_known else [text]
+        if opening and not self._form.end:
+            self._held = behind
+            return [*map(_describe, functions)] or [opening]
+        is_known = opening or all(call["name"] in self._caller.names for call in functions)
+        is_whole = functions and is_known and not behind
+        return [*map(_describe, functions)] if is_whole else [f"{opening}{inside}{mark}"]
 
 
 def _num_undecided(text: str, mark: str) -> int:
@@ -275,17 +280,19 @@ def _describe(function: dict[str, str]) -> Call:
     return {"id": name, "type": "function", "function": function}
 
 
-def _read_calls(text: str) -> list[dict[str, str]]:
-    """Reads calls, in a list or one after the other; none if anything is wrong."""
-    decoder, calls, remaining = json.JSONDecoder(parse_constant=_refuse), [], text.strip()
-    try:
-        while remaining:
+def _read_calls(text: str) -> tuple[list[dict[str, str]], str]:
+    """Reads the calls that a text begins with, in lists or one after the other.
+
+    Returns:
+      The calls, and the text behind them, "" if it only separates calls.
+    """
+    decoder, calls, behind = json.JSONDecoder(parse_constant=_refuse), [], text
+    with suppress(ValueError, RecursionError):
+        while remaining := behind.lstrip(_BETWEEN):
             value, end = decoder.raw_decode(remaining)
-            calls += map(_read_call, value if isinstance(value, list) else [value])
-            remaining = remaining[end:].lstrip(_BETWEEN)
-    except (ValueError, RecursionError):
-        return []
-    return calls
+            calls += [*map(_read_call, value if isinstance(value, list) else [value])]
+            behind = remaining[end:]
+    return calls, behind if behind.strip(_BETWEEN) or not calls else ""
 
 
 def _read_call(value: Any) -> dict[str, str]:
