@@ -367,7 +367,7 @@ def _attend_in_order(
     newest, count = newest_rows(stored, cache.length, config.window, config.num_sinks)
     S, T = newest[0].shape[2], q.shape[2]
     column, row = jnp.arange(S + T)[None], jnp.arange(T)[None, :, None]
-    # Places count from the first of the pairs: the newest rows before it end at -1.
+    # Offsets count from the first of the pairs: the newest rows before it end at -1.
     offset = jnp.where(column < S, column - count[:, None], column - S)
     from_start = jnp.where(column < S, column, column - S + cache.length[:, None])
     exists = ((column >= S) | (offset < 0))[:, None]

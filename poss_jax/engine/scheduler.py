@@ -36,9 +36,7 @@ from poss_jax.shapes import Params
 _LOG = logging.getLogger(__package__)
 _SHRINK_AFTER = 16  # steps for which a batch stays larger than its requests need
 _POLL_SECONDS = 0.1
-_PAUSE_SECONDS = (
-    30.0  # after each program compilation pauses this long, so that decoding gets the CPU
-)
+_PAUSE_SECONDS = 30.0  # most that compilation pauses after a program, so that decoding has the CPU
 
 
 class QueueFull(Exception):

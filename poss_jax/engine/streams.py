@@ -98,7 +98,7 @@ async def merge(
     """Yields chunks of several answers with their indices; None after a quiet interval.
 
     Args:
-      streams: the answers; this is their only reader.
+      tickets: the answers; this is their only reader.
       patience: seconds after which None is yielded; None: never.
       interval: seconds over which chunks of an answer are joined into one. The first and the last
         chunk do not wait.
