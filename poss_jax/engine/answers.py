@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from poss_jax.engine.prompts import GrammarState, PreparedPrompt
+from poss_jax.engine.guides import GrammarState
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.text import Piece, TextStream, decode_behind, find_anchor
 
 StopReason = Literal["stop", "length", "cancelled"]

@@ -37,10 +37,10 @@ from poss_jax.engine.device import (
     prefill_chunks,
     with_rows,
 )
+from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.live import answer_live, run_live
 from poss_jax.engine.models import fuse, fuse_own, join_weights, load_fused, replace_target
 from poss_jax.engine.prompts import (
-    Constraint,
     PreparedPrompt,
     Prompt,
     Rendering,
@@ -331,7 +331,7 @@ class Engine:
         num_continued: int = 0,
         is_chat: bool | None = None,
         shown_ids: Sequence[int] = (),
-        grammar: Constraint | None = None,
+        grammar: Grammar | None = None,
         drafts: bool = True,
     ) -> PreparedPrompt:
         """Tokenises a prompt and checks it, its settings and limit; later code trusts the result.

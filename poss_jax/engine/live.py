@@ -24,7 +24,7 @@ from poss_jax.decode.rejection import DrawnTree
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Tree, make_tree
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
-from poss_jax.engine.prompts import GrammarState
+from poss_jax.engine.guides import GrammarState
 from poss_jax.engine.rounds import (
     Pace,
     PackedRounds,

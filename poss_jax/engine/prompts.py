@@ -11,7 +11,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from poss_jax.data.rendering import RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer
 from poss_jax.decode.sampling import OF_OUTPUT, SETTINGS, Sampling
 from poss_jax.decode.state import Request
+from poss_jax.engine.guides import GrammarState
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or chat messages ({"role", "content"}, and other fields the template reads)."""
@@ -41,35 +42,6 @@ class Rendering(NamedTuple):
     tools: Sequence[dict[str, Any]] | None = None
     is_asking: bool = True
     variables: Mapping[str, Any] = MappingProxyType({})
-
-
-@runtime_checkable
-class GrammarState(Protocol):
-    """Decides which tokens may follow a text; `guides.GrammarState` does so by a grammar."""
-
-    def copy(self) -> "GrammarState":
-        """The same state, for another answer."""
-        ...
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the answer; raises UserError for one that may not follow."""
-
-    def fill(self, mask: np.ndarray) -> None:
-        """Writes which tokens may follow: a mask [words] uint32, as `sampling.unpack` reads it."""
-
-    def mend(self, *tree: np.ndarray, depth: int, seconds: float) -> None:
-        """Fills the masks of a tree, and replaces its forbidden nodes (see `guides.Walk`)."""
-
-
-@runtime_checkable
-class Constraint(Protocol):
-    """A constraint that an answer must match, such as a `grammar.Grammar`."""
-
-    def compile(
-        self, tokenizer: Any, vocab_size: int, stop_ids: Sequence[int], continued: Sequence[int]
-    ) -> GrammarState:
-        """A guide for the tokens of a target, after those that the answer has already."""
-        ...
 
 
 class PreparedPrompt(NamedTuple):

@@ -26,9 +26,10 @@ from poss_jax.decode.state import DecodeState, Logprobs, Request, StaticShape, W
 from poss_jax.engine import live, steps
 from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.guides import GrammarState
 from poss_jax.engine.live import Drafted, Plan, first_masks, walk_trees
 from poss_jax.engine.prefixes import Prefixes, make_prefixes, name_blocks
-from poss_jax.engine.prompts import GrammarState, PreparedPrompt, PromptTooLong, lay_out
+from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, lay_out
 from poss_jax.engine.rounds import PackedRounds, mark, run_step
 from poss_jax.engine.scoring import Scoring, configure_scoring
 from poss_jax.engine.trees import cover_trees, tree_for
