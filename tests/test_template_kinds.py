@@ -9,6 +9,7 @@ from chat_oracle import TOOL, call, check_chat, opened, tokenizer_of
 from chat_templates import KINDS
 
 from poss_jax.config.reading import UserError
+from poss_jax.data.marks import find_left_out
 from poss_jax.engine.prompts import encode_prompt
 
 USER = {"role": "user", "content": "what is the sum of 2 and 3?"}
@@ -134,6 +135,21 @@ def test_how_many_messages_are_left_out() -> None:
         "leaves out the text": 84,
         "the target's chat template refuses them": 20,
     }
+
+
+def test_a_chat_is_searched_once() -> None:
+    """However many messages there are."""
+
+    class Text(str):
+        def __contains__(self, key: str) -> bool:
+            raise AssertionError("searched for one message")
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        return Text("".join(message["content"] for message in messages if message["role"] != "x"))
+
+    chat = [{"role": "y" if index else "x", "content": f"{index}"} for index in range(4_000)]
+    assert find_left_out(chat[1:], render) is None
+    assert find_left_out([*chat[::-1], *chat], render) == 3_999
 
 
 def test_a_call_may_stand_for_the_text_beside_it() -> None:

@@ -24,6 +24,7 @@ from poss_jax.data.tokenizer import call_tokenizer, special_pattern
 _NUMBER = str(secrets.randbits(128))  # digits: no template filter changes them
 _STAND_IN = re.compile(_NUMBER + "([0-9]{6})")
 _LABEL = str(secrets.randbits(128))
+_LABELLED = re.compile(_LABEL + "([0-9]{6})")
 _NAME = f"\U000f0000{secrets.token_hex(16)}-{{}}\U000f0001"  # clients must not guess it
 
 
@@ -73,7 +74,7 @@ def find_left_out(
         if (message.get("content") or "").strip()
     }
     text = render([_label(turn, labels.get(index, "")) for index, turn in enumerate(messages)])
-    return next((index for index, label in labels.items() if label not in text), None)
+    return min(labels.keys() - set(map(int, _LABELLED.findall(text))), default=None)
 
 
 def _label(message: dict[str, Any], label: str) -> dict[str, Any]:
