@@ -111,10 +111,25 @@ def test_fields_of_other_engines_are_not_ignored(name: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
-@pytest.mark.parametrize("name", ["guided_json", "json_schema"])
-def test_an_empty_schema_is_one(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("guided_json", {}),
+        ("json_schema", {}),
+        ("guided_json", ""),
+        ("guided_regex", ""),
+        ("guided_choice", []),
+        ("regex", ""),
+        ("grammar", ""),
+        ("stop_regex", ""),
+        ("allowed_token_ids", []),
+        ("thinking_token_budget", 0),
+        ("chat_template", ""),
+    ],
+)
+def test_an_empty_value_says_something(name: str, value: Any) -> None:
     with pytest.raises(ApiError, match=f"{name}: not served"):
-        read_completion(engine(), CONFIG, CompletionRequest(prompt=[5], **{name: {}}))
+        read_completion(engine(), CONFIG, CompletionRequest(prompt=[5], **{name: value}))
 
 
 def test_no_bias_replaces_the_server_s() -> None:
@@ -125,7 +140,7 @@ def test_no_bias_replaces_the_server_s() -> None:
 
 
 def test_fields_of_other_engines_that_change_nothing() -> None:
-    for empty in (FOREIGN, dict.fromkeys(FOREIGN), {"bad_words": [], "guided_json": ""}):
+    for empty in (FOREIGN, dict.fromkeys(FOREIGN), {"bad_words": [], "top_a": 0.0}):
         assert read_completion(engine(), CONFIG, CompletionRequest(prompt=[5], **empty)).prompts
 
 

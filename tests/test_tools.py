@@ -333,6 +333,11 @@ def with_schema(schema: Any, **more: Any) -> dict[str, Any]:
         ("chatml, tools", "tool_choice", {"tool_choice": named("other")}),
         ("chatml, tools", "tool_choice", {"tool_choice": "required", "tools": []}),
         ("chatml, tools", "response_format", {"tool_choice": "required", "response_format": JSON}),
+        (
+            "chatml, tools",
+            "structured_outputs",
+            {"tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        ),
         ("chatml, tools", "tools", {"tool_choice": "required", "ignore_eos": True}),
         (
             "chatml, tools",
@@ -365,6 +370,20 @@ def test_an_answer_of_json_holds_no_calls(name: str) -> None:
     assert ask(name, response_format={"type": "text"}).caller == ask(name).caller
     assert ask(name, structured_outputs={"regex": "(.|\\n)*"}).caller == ask(name).caller
     assert ask(CALLING["llama3"], response_format=JSON).caller is not None  # its calls are JSON
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {"json": None}},
+        {"structured_outputs": {"json_object": False}},
+    ],
+    ids=str,
+)
+def test_a_forced_call_beside_fields_that_constrain_nothing(fields: Any) -> None:
+    forced = ask(CALLING["hermes"], tool_choice="required")
+    assert ask(CALLING["hermes"], tool_choice="required", **fields).grammar == forced.grammar
 
 
 def test_tools_count_as_text() -> None:

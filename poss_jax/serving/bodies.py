@@ -28,16 +28,18 @@ MOST_STOPS = 16
 FOREIGN: dict[str, Any] = dict.fromkeys(
     (
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("structural_tag", "grammar", "json_schema", "regex", "ebnf", "tools"),
-        *("bad_words", "allowed_token_ids", "stop_regex", "no_repeat_ngram_size"),
-        *("logits_processors", "logit_processor", "custom_logit_processor", "use_beam_search"),
-        *("include_stop_str_in_output", "no_stop_trim", "thinking_token_budget", "top_a"),
-        *("chat_template", "documents", "truncate_prompt_tokens", "lora_path", "mirostat"),
-        *("dry_multiplier", "xtc_probability", "dynatemp_range", "epsilon_cutoff", "eta_cutoff"),
+        *("structural_tag", "grammar", "json_schema", "regex", "ebnf", "allowed_token_ids"),
+        *("logit_processor", "custom_logit_processor", "thinking_token_budget"),
+        *("chat_template", "truncate_prompt_tokens", "lora_path"),
     )
 )
+_LISTS = ("bad_words", "stop_regex", "logits_processors", "documents", "tools")
+FOREIGN |= {name: [] for name in _LISTS}
+FOREIGN |= dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "no_stop_trim"), False)
+FOREIGN |= dict.fromkeys(("no_repeat_ngram_size", "top_a", "mirostat", "dry_multiplier"), 0)
+FOREIGN |= dict.fromkeys(("xtc_probability", "dynatemp_range", "epsilon_cutoff", "eta_cutoff"), 0)
 FOREIGN |= {"skip_special_tokens": True, "length_penalty": 1, "typical_p": 1, "tfs_z": 1}
-"""Fields of other engines that change the text -> the value that does not, besides empty ones."""
+"""Fields of other engines that change the text -> the value that does not; None: only null."""
 
 _FUNCTION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")

@@ -93,9 +93,6 @@ def read_caller(
     if not (is_forced or any(tool["function"].get("strict") for tool in tools)):
         # Marks in an answer of JSON are letters of its strings.
         return None if _is_json(body) and not caller.form.bare else caller
-    if body.response_format or body.structured_outputs:
-        message = "not served together with strict tools or a forced call"
-        raise BadField("response_format", message)
     allowed = [tool for tool in tools if named in (None, tool["function"]["name"])]
     if not allowed:
         raise BadField("tool_choice", "want the name of a tool")

@@ -26,7 +26,10 @@ def read_grammar(body: CommonRequest, of_calls: Grammar | None) -> Grammar | Non
     """
     candidates = [_read_response_format(body), _read_structured_outputs(body), of_calls]
     grammars = [grammar for grammar in candidates if grammar is not None]
-    if len(grammars) == 2:
+    if of_calls and len(grammars) > 1:
+        message = "not served together with strict tools or a forced call"
+        raise UserError(f"{grammars[0].name}: {message}")
+    if len(grammars) > 1:
         raise UserError("structured_outputs: want this or response_format, got both")
     if grammars and body.ignore_eos:
         raise UserError(f"{grammars[0].name}: not served together with ignore_eos")

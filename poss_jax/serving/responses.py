@@ -85,7 +85,7 @@ def read_response(engine: Engine, config: ServeConfig, body: ResponseRequest) ->
         fields["tool_choice"] = _nest(choice)
     if (form := _form_of(body)).get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": form}
-    fields["response_format"] = None if form == _PLAIN else form
+    fields["response_format"] = form
     try:
         with refusing_body():
             chat = ChatRequest.model_validate(fields, strict=True)
