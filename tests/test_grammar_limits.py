@@ -1,12 +1,15 @@
 """Grammars that would take all time or memory are refused, and delay nobody else for long."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import pytest
 from serving import Served, request_bytes, serving, until
 from test_grammar import draw_engine
@@ -15,8 +18,10 @@ from tokenizer_pool import VOCAB_SIZE, tokenizer_of
 from poss_jax import UserError
 from poss_jax.config.models import TreeConfig
 from poss_jax.engine import grammar as grammars
+from poss_jax.engine import grammar_trials
 from poss_jax.engine.grammar import Grammar, GrammarCompiler
 from poss_jax.engine.grammar_trials import Trial
+from poss_jax.engine.live import no_masks
 
 TREE = TreeConfig(depth=2, top_k=2, total_tokens=5)
 CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}
@@ -54,15 +59,75 @@ def test_what_takes_much_memory_is_refused(
         compiler.submit(multiple(399_989)).result(300)
 
 
-def test_what_ends_the_other_process_ends_no_more(compiler: GrammarCompiler) -> None:
+def test_a_killed_process_is_replaced(compiler: GrammarCompiler) -> None:
     compiler.submit(Grammar.regex("a")).result(300)
     process = compiler._trials._process
     assert process is not None
     process.kill()
     process.wait()
-    with pytest.raises(UserError, match="has ended; try again"):
-        compiler.submit(Grammar.regex("ab")).result(300)
     compiler.submit(Grammar.regex("ab")).result(300)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+folder = Path({folder!r})
+sys.path.insert(0, str(folder))
+import grammar_trials
+
+def kill_first(*trial, go_on=grammar_trials._try):
+    count = len([*folder.glob("killed*")])
+    if count == {num_kills}:
+        go_on(*trial)
+    (folder / f"killed{{count}}").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+grammar_trials._try = kill_first
+grammar_trials.main()
+"""
+
+
+@pytest.mark.parametrize("num_kills", [1, 2])
+def test_a_killed_trial_is_repeated_once(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_kills: int
+) -> None:
+    """As by a system without memory; the grammar is to blame for none of it."""
+    (tmp_path / "trials.py").write_text(KILLED.format(folder=str(tmp_path), num_kills=num_kills))
+    shutil.copy(grammar_trials.__file__, tmp_path)
+    monkeypatch.setattr(grammar_trials, "__file__", str(tmp_path / "trials.py"))
+    grammar = Grammar.regex(f"k{{{num_kills}}}")
+    compiler._trials.close()
+    try:
+        if num_kills == 2:
+            with pytest.raises(UserError, match="killed twice; try again"):
+                compiler.submit(grammar).result(300)
+        compiler.submit(grammar).result(300)
+    finally:
+        compiler._trials.close()
+    assert len([*tmp_path.glob("killed*")]) == num_kills
+
+
+def test_masks_of_a_long_text_split_its_beginning(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an enum of 60,000 letters, all of which must follow, before every token."""
+    tokens, lengths = compiler._tokens, list[int]()
+
+    class Encoder:
+        def encode(self, text: str, *, encode: Any = tokens._encoder.encode, **options: Any) -> Any:
+            lengths.append(len(text))
+            return encode(text, **options)
+
+    guide = compiler.submit(Grammar.json_schema({"enum": ["weather " * 7_500]})).result(300)
+    monkeypatch.setattr(tokens, "_encoder", Encoder())
+    mask, text = no_masks(VOCAB_SIZE), b""
+    for _ in range(20):
+        guide.fill(mask)
+        (token,) = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        guide.advance([int(token)])
+        text += tokens.tokens[token]
+    assert b'"weather weather ' in text + b" " and text in b'"' + b"weather " * 20
+    assert lengths and max(lengths) <= tokens._most_forced < 1_000
 
 
 class Tries:

@@ -219,20 +219,20 @@ class _Trials:
         atexit.register(self.close)
 
     def run(self, grammar: Grammar, seconds: float) -> Trial:
-        """Tries a grammar for some CPU seconds.
+        """Tries a grammar for some CPU seconds; once more if the process is killed meanwhile.
 
         Raises:
-          UserError: the process was ended.
+          UserError: it was killed twice.
         """
-        line = ""
-        with suppress(OSError):
-            process = self._process or self._start()
-            self._send(process, json.dumps([grammar.kind, grammar.source, seconds]))
-            line = process.stdout.readline() if process.stdout else ""
-        if not line:
+        for _ in range(2):
+            with suppress(OSError):
+                process = self._process or self._start()
+                self._send(process, json.dumps([grammar.kind, grammar.source, seconds]))
+                if line := process.stdout.readline() if process.stdout else "":
+                    return Trial(*json.loads(line))
             self.close()
-            raise UserError(f"{grammar.name}: the process that tries grammars has ended; try again")
-        return Trial(*json.loads(line))
+        message = "the process that tries grammars was killed twice; try again"
+        raise UserError(f"{grammar.name}: {message}")
 
     def _start(self) -> "subprocess.Popen[str]":
         command, environment = child_python(grammar_trials.__file__)

@@ -8,7 +8,7 @@ and imports nothing of ours.
 
 Lines of JSON: the tokens, in hexadecimal, and the ids that end a text; then [kind, grammar,
 seconds] per trial, each answered by [what it exceeded, its error, its memory in bytes, the grammar
-as llguidance writes it].
+as llguidance writes it]. It ends without an answer once a trial is killed from outside.
 """
 
 import json
@@ -141,7 +141,7 @@ def _write(trial: Trial) -> None:
 
 
 def main() -> None:
-    """Tries grammars until standard input ends."""
+    """Tries grammars until standard input ends or one is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's to handle
     threading.stack_size(STACK_BYTES)
     names, stop_ids = json.loads(sys.stdin.readline())
@@ -150,11 +150,11 @@ def main() -> None:
         if (child := os.fork()) == 0:
             _try(tokens, *json.loads(line))
         _, status = os.waitpid(child, 0)
+        killer = os.WTERMSIG(status)  # 0: none
+        if killer == signal.SIGKILL:  # none of our limits sends it
+            return
         if status:
-            is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (
-                signal.SIGPROF,
-                signal.SIGALRM,
-            )
+            is_late = killer in (signal.SIGPROF, signal.SIGALRM)
             _write(Trial("time" if is_late else "memory"))
 
 
