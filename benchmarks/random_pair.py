@@ -122,6 +122,7 @@ def forced_round(
         path=path,
         num_accepted=num_accepted,
         num_offered=num_accepted,
+        num_copied=jnp.zeros_like(num_accepted),
         emitted=jnp.take_along_axis(chosen, path, axis=1),
     )
     return speculate.commit(weights, config, request, state, out, acceptance)

@@ -108,9 +108,11 @@ class Shape:
       llama: shape of the target.
       draft: shape of the draft.
       tree: size of the draft tree.
+      lookup: most tokens that a round copies.
       is_sampled: whether requests have sampling settings.
       vocabulary: target ids that the draft may propose.
       lengths_seen: accepted counts of all rounds that were not cut.
+      num_copied: accepted tokens that only lookup proposed.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Shape:
         *,
         is_sampled: bool,
         vocabulary: Sequence[int] | None = None,
+        lookup: int = 0,
     ):
         self.llama, self.draft, self.tree = llama, draft, tree
         self.batch, self.is_sampled = batch, is_sampled
@@ -129,11 +132,15 @@ class Shape:
             range(llama.vocab_size) if vocabulary is None else vocabulary, np.int32
         )
         self.lengths_seen: set[int] = set()
+        self.num_copied = 0
+        self._max_accepted = StaticShape(llama, draft, tree, ROWS, lookup=lookup).max_accepted
         self._watch = Watch()
 
         def with_oracle(weights: Weights, request: Request, future: Array, planted: Array):
             children = partial(plant, future, planted)
-            config = StaticShape(llama, draft, tree, ROWS, chunk=8, children=children)
+            config = StaticShape(
+                llama, draft, tree, ROWS, chunk=8, children=children, lookup=lookup
+            )
             with self._watch.tracing():
                 return speculate.generate(weights, config, request)
 
@@ -165,7 +172,7 @@ class Shape:
         for case in range(cases):
             target = change(random_target(self.llama, seed=1000 * seed + case // 5))
             self.check(target, random_draft(self.draft, seed=case), rng)
-        assert self.lengths_seen == set(range(self.tree.max_accepted + 1))
+        assert self.lengths_seen == set(range(self._max_accepted + 1))
 
     def _draft_ids(self, tokens: np.ndarray) -> np.ndarray:
         """The draft's own ids of target ids; -1 for those it cannot propose."""
@@ -181,6 +188,7 @@ class Shape:
             np.testing.assert_array_equal(output.tokens[row, :count], expected.tokens[row, :count])
             accepted = output.num_accepted[row, : output.num_rounds[row]]
             self.lengths_seen |= set(accepted[:-1].tolist())
+            self.num_copied += int(output.num_copied[row, : output.num_rounds[row]].sum())
             # The first token comes from the prompt; a cut last round emits no bonus token.
             emitted = 1 + int(accepted.sum()) + len(accepted)
             assert count in (emitted, emitted - 1)

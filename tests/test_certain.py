@@ -204,7 +204,8 @@ def by_mask(nodes, chosen, *, max_accepted):
     num_accepted = is_accepted.sum(axis=1, dtype=jnp.int32) - 1
     path = jnp.argsort(~is_accepted, axis=1, stable=True)[:, : max_accepted + 1].astype(jnp.int32)
     emitted = jnp.take_along_axis(chosen, path, axis=1)
-    return Acceptance(path, num_accepted, num_offered=num_accepted, emitted=emitted)
+    none = jnp.zeros_like(num_accepted)
+    return Acceptance(path, num_accepted, num_accepted, num_copied=none, emitted=emitted)
 
 
 MISTAKES = {

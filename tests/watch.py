@@ -35,7 +35,7 @@ class Watch:
 
         def watched_select(root: Array, candidates: Candidates, config: TreeConfig) -> Tree:
             tree = select(root, candidates, config)
-            self._report(tree_faults(tree, candidates, config.depth))
+            self._report(tree_faults(tree, candidates, max(config.depth, candidates.num_copied)))
             return tree
 
         def watched_accept(tree: Tree, chosen: Array, *, max_accepted: int) -> Acceptance:

@@ -18,6 +18,7 @@ from poss_jax.config.numbers import (
     Bias,
     Count,
     CountOrZero,
+    Lookup,
     OutputPenalty,
     Penalty,
     Port,
@@ -127,6 +128,8 @@ class DecodingConfig:
         coupled uses the noise that the target samples with, argmax takes the most likely tokens;
         both leave every text unchanged. sampled draws tokens and keeps them by a ratio test: texts
         have the same distribution, but not the same tokens as without a draft.
+      lookup: Most tokens that a round copies from the prompt and the answer so far
+        (docs/faster.md, "Copies"), with or without a draft; 0 copies none. Texts stay as they are.
       allow_target_mismatch: Use a draft made for other weights of the same shape.
       draft_vocabulary: JSON file of the tokens that drafts may propose (docs/generate.md, "Draft
         vocabularies"); for drafts that share the target's head.
@@ -142,6 +145,7 @@ class DecodingConfig:
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     tree: TreeConfig | None = None
     drafting: Drafting = "coupled"
+    lookup: Lookup = 0
     allow_target_mismatch: bool = False
     draft_vocabulary: str | None = None
     draft_window: Count | None = None

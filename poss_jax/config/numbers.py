@@ -43,6 +43,7 @@ NumTokens = Annotated[int, Field(gt=0, le=10**18), _NUMBER]  # stays on the host
 Port = Annotated[int, Field(ge=0, lt=2**16), _NUMBER]
 Concurrency = Annotated[int, Field(gt=0, le=1024), _NUMBER]  # each has a thread
 Depth = Annotated[int, Field(gt=0, le=1000), _NUMBER]  # each depth is compiled by itself
+Lookup = Annotated[int, Field(ge=0, le=1000), _NUMBER]
 
 # Real numbers become float32, in which 1e-45 is 0, 1e39 is infinite and 0.99999999 is 1.
 Positive = Annotated[float, Field(gt=0, le=1e30), _NUMBER, _REAL]

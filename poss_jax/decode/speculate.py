@@ -15,6 +15,7 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
+from poss_jax.decode.lookup import copy_chain, merge
 from poss_jax.decode.sampling import History, draw, draw_noise, forbid, shift_logits, unpack
 from poss_jax.decode.state import (
     DecodeState,
@@ -68,6 +69,7 @@ def first_state(
             num_tokens=jnp.ones(B, jnp.int32),
             num_accepted=jnp.zeros((B, config.rows), jnp.int32),
             num_offered=jnp.zeros((B, config.rows), jnp.int32),
+            num_copied=jnp.zeros((B, config.rows), jnp.int32),
             num_rounds=jnp.zeros(B, jnp.int32),
             is_done=_is_stop(root[:, None], request)[:, 0] | (request.max_new_tokens == 1),
             logprobs=_first_logprobs(config, out.logits, root),
@@ -177,11 +179,10 @@ def round_noise(
     """Noise of every position a round can choose a token for; None decodes greedily."""
     if request.sampling is None:
         return None
-    depth = config.tree.depth if config.is_drafting else 0
     return draw_noise(
         request.sampling,
         state.target_cache.length + 1,
-        num_positions=depth + 1,
+        num_positions=config.max_accepted + 1,
         vocab_size=config.target.vocab_size,
     )
 
@@ -195,14 +196,22 @@ def draft_tree(
     allowed: UInt[Array, "B words"] | None = None,
 ) -> Tree:
     """First part of a round: drafts the tree to verify; `allowed` after its root, None: all."""
-    if not config.is_drafting:
+    if not config.max_accepted:
         return root_tree(state.root)
     if config.children is None and config.drafting == "sampled" and request.sampling:
         history = history_before(request, state.output, root_tree(state.root))
         return rejection.draw_tree(
             weights, config, state, request.sampling, history, _allow(weights, config, allowed)
         )
-    candidates = draft_candidates(weights, config, request, state, noise, allowed)
+    candidates = None
+    if config.is_drafting:
+        candidates = draft_candidates(weights, config, request, state, noise, allowed)
+    if config.num_copied:
+        with jax.named_scope("lookup"):
+            chain = copy_chain(request, state.output, config.num_copied, allowed)
+            depth = config.tree.depth
+            candidates = merge(candidates, chain, depth=depth) if candidates else chain
+    assert candidates is not None, "want a draft or lookup"
     with jax.named_scope("select"):
         return select(state.root, candidates, config.tree)
 
@@ -306,7 +315,7 @@ def commit(
     num_new = jnp.where(state.output.is_done, 0, acceptance.num_accepted + 1)
     root = jnp.take_along_axis(acceptance.emitted, acceptance.num_accepted[:, None], axis=1)
     path = acceptance.path
-    kept = take_rows(out.rows, path) if config.is_drafting else out.rows
+    kept = take_rows(out.rows, path) if config.max_accepted else out.rows
     cache = state.target_cache
     # Adds 0. Without this dependency XLA on CPU copies the caches of a single row: it must know
     # that the row is written after all that is read to choose its token.
@@ -357,15 +366,21 @@ def _write_output(
     num_tokens = output.num_tokens + jnp.where(active, num_written, 0)
 
     def recorded(record: Array, count: Array) -> Array:
+        return write_rows(record, count[:, None], output.num_rounds, axis=1)
+
+    def cut(count: Array) -> Array:
         # A cut round neither accepted nor refused anything beyond the cut.
-        cut = jnp.where(num_written < num_emitted, jnp.minimum(count, num_written), count)
-        return write_rows(record, cut[:, None], output.num_rounds, axis=1)
+        return jnp.where(num_written < num_emitted, jnp.minimum(count, num_written), count)
+
+    num_drafted = acceptance.num_accepted - acceptance.num_copied
+    num_accepted = cut(acceptance.num_accepted)
 
     return Output(
         tokens=write_rows(output.tokens, emitted, output.num_tokens, axis=1),
         num_tokens=num_tokens,
-        num_accepted=recorded(output.num_accepted, acceptance.num_accepted),
-        num_offered=recorded(output.num_offered, acceptance.num_offered),
+        num_accepted=recorded(output.num_accepted, num_accepted),
+        num_offered=recorded(output.num_offered, cut(acceptance.num_offered)),
+        num_copied=recorded(output.num_copied, jnp.maximum(num_accepted - num_drafted, 0)),
         num_rounds=output.num_rounds + active.astype(jnp.int32),
         is_done=output.is_done | is_end.any(axis=1) | (num_tokens >= request.max_new_tokens),
         logprobs=_write_logprobs(output.logprobs, logprobs, output.num_tokens),

@@ -27,6 +27,8 @@ class StaticShape(NamedTuple):
       mesh: devices; None: one.
       drafts: False drafts nothing in this round, and keeps the draft's cache for later ones.
       num_logprobs: most likely tokens whose log-probabilities are kept per position; 0: none.
+      lookup: most tokens that a round copies from prompt and output, as nodes of the tree (see
+        `lookup`); 0: none.
     """
 
     target: LlamaConfig
@@ -39,14 +41,27 @@ class StaticShape(NamedTuple):
     mesh: Mesh | None = None
     drafts: bool = True
     num_logprobs: int = 0
+    lookup: int = 0
 
     @property
     def is_drafting(self) -> bool:
         return self.draft is not None and self.drafts
 
     @property
+    def num_copied(self) -> int:
+        """Length of the chain that is copied."""
+        num_nodes = self.tree.num_nodes if self.draft else self.tree.total_tokens
+        return min(self.lookup, num_nodes - 1) if self.drafts else 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes that a round verifies, the root included."""
+        return self.tree.num_nodes if self.is_drafting else 1 + self.num_copied
+
+    @property
     def max_accepted(self) -> int:
-        return self.tree.max_accepted if self.is_drafting else 0
+        of_draft = self.tree.depth if self.is_drafting else 0
+        return min(max(of_draft, self.num_copied), self.num_nodes - 1)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -82,6 +97,7 @@ class Request(struct.PyTreeNode):
       output_starts: position from which a prompt's tokens count as output (of a continued
         answer) for penalties on the output; None: its end.
       drafts: False accepts no drafted token; None: every sequence may.
+      lookup: False copies nothing; None: every sequence may.
     """
 
     tokens: Array  # [B P] int32
@@ -91,6 +107,7 @@ class Request(struct.PyTreeNode):
     sampling: Sampling | None = None
     output_starts: Array | None = None  # [B] int32
     drafts: Array | None = None  # [B] bool
+    lookup: Array | None = None  # [B] bool
 
 
 class DraftState(struct.PyTreeNode):
@@ -127,6 +144,7 @@ class Output(struct.PyTreeNode):
       num_tokens: tokens of each sequence.
       num_accepted: accepted drafted tokens of every round.
       num_offered: deepest position offered along the accepted path in every round.
+      num_copied: accepted tokens of every round that only lookup proposed, its last ones.
       num_rounds: rounds of each sequence.
       is_done: the sequence has ended (stop token or limit).
       logprobs: log-probabilities of the tokens; None if not requested.
@@ -136,6 +154,7 @@ class Output(struct.PyTreeNode):
     num_tokens: Array  # [B] int32
     num_accepted: Array  # [B S] int32
     num_offered: Array  # [B S] int32
+    num_copied: Array  # [B S] int32
     num_rounds: Array  # [B] int32
     is_done: Array  # [B] bool
     logprobs: Logprobs | None = None

@@ -23,11 +23,13 @@ class Candidates(struct.PyTreeNode):
       tokens: ids of the target's vocabulary.
       scores: path log-probability, natural log.
       parents: index in this list of the node each one continues; -1 is the root.
+      num_copied: how many, the last ones, are a chain copied by `lookup`.
     """
 
     tokens: Array  # [B C] int32
     scores: Array  # [B C] float32
     parents: Array  # [B C] int32
+    num_copied: int = struct.field(pytree_node=False, default=0)
 
 
 class Beam(struct.PyTreeNode):
@@ -52,12 +54,14 @@ class Tree(struct.PyTreeNode):
       parents: node each one continues; the root is its own.
       depths: distance from the root.
       ancestors: True where the second node is the first or lies on its path to the root.
+      is_copied: nodes that only `lookup` proposed, and all below them.
     """
 
     tokens: Array  # [B M] int32
     parents: Array  # [B M] int32
     depths: Array  # [B M] int32
     ancestors: Array  # [B M M] bool
+    is_copied: Array  # [B M] bool
 
 
 def root_beam(batch: int) -> Beam:
@@ -123,33 +127,55 @@ def select(root: Int[Array, " B"], candidates: Candidates, config: TreeConfig) -
 
     Args:
       root: the last chosen token.
-      candidates: all drafted nodes, of at most `config.depth` levels.
+      candidates: all drafted nodes, of at most `config.depth` levels, and copies. Copies alone are
+        all kept; those of score -inf become their own parents, so that no path has them.
       config: number to keep; `config.num_nodes` counts the root.
     """
     batch, num_candidates = candidates.tokens.shape
+    num_copied = candidates.num_copied
+    num_drafted = num_candidates - num_copied
+    num_nodes = config.num_nodes if num_drafted else 1 + num_copied
     ranks = _lowest_on_path(candidates, depth=config.depth)
-    _, kept = lax.top_k(ranks, config.num_nodes - 1)
+    _, kept = lax.top_k(ranks, num_nodes - 1)
     kept = jnp.sort(kept, axis=1)
     node_of = jnp.zeros((batch, num_candidates + 1), jnp.int32)  # the last entry stands for -1
     rows = jnp.arange(batch)[:, None]
-    node_of = node_of.at[rows, kept].set(jnp.arange(1, config.num_nodes, dtype=jnp.int32)[None])
+    nodes = jnp.arange(1, num_nodes, dtype=jnp.int32)[None]
+    node_of = node_of.at[rows, kept].set(nodes)
     parents = node_of[rows, jnp.take_along_axis(candidates.parents, kept, axis=1)]
     tokens = jnp.take_along_axis(candidates.tokens, kept, axis=1)
+    if not num_drafted:
+        has_path = jnp.take_along_axis(candidates.scores, kept, axis=1) > -jnp.inf
+        parents = jnp.where(has_path, parents, nodes)
     return make_tree(
         jnp.concatenate([root[:, None], tokens], axis=1),
         jnp.pad(parents, ((0, 0), (1, 0))),
-        depth=config.depth,
+        depth=max(config.depth, num_copied),
+        is_copied=jnp.pad(kept >= num_drafted, ((0, 0), (1, 0))) if num_copied else None,
     )
 
 
-def make_tree(tokens: Int[Array, "B M"], parents: Int[Array, "B M"], *, depth: int) -> Tree:
-    """Derives depths and ancestors from parents; `depth` bounds the longest path."""
+def make_tree(
+    tokens: Int[Array, "B M"],
+    parents: Int[Array, "B M"],
+    *,
+    depth: int,
+    is_copied: Bool[Array, "B M"] | None = None,
+) -> Tree:
+    """Derives depths and ancestors from parents; `depth` bounds the longest path.
+
+    `is_copied` marks nodes that only `lookup` proposed, and thereby all below them; None: no node.
+    """
     batch, M = tokens.shape
     ancestors = jnp.broadcast_to(jnp.eye(M, dtype=bool), (batch, M, M))
     for _ in range(depth):
         ancestors |= jnp.take_along_axis(ancestors, parents[:, :, None], axis=1)
     depths = ancestors.sum(axis=2, dtype=jnp.int32) - 1
-    return Tree(tokens=tokens, parents=parents, depths=depths, ancestors=ancestors)
+    if is_copied is None:
+        below_copied = jnp.zeros((batch, M), bool)
+    else:
+        below_copied = (ancestors & is_copied[:, None]).any(axis=2)
+    return Tree(tokens, parents, depths, ancestors, below_copied)
 
 
 def root_tree(root: Int[Array, " B"]) -> Tree:

@@ -141,9 +141,8 @@ def _why_whole(config: StaticShape) -> str:
 def least_bytes(weights: Weights, config: StaticShape, *, batch_size: int) -> int:
     """Counts the bytes a device holds: weights, caches, the output, the logits of a round."""
     arrays = {id(leaf): bytes_per_device(leaf) for leaf in jax.tree.leaves(weights)}  # once each
-    num_nodes = config.tree.num_nodes if config.draft else 1
-    each = 16 * config.rows + cache_bytes(weights, config)
-    each += 4 * num_nodes * _part(config.target.vocab_size, config.mesh)
+    each = 20 * config.rows + cache_bytes(weights, config)
+    each += 4 * config.num_nodes * _part(config.target.vocab_size, config.mesh)
     if config.draft is not None:
         each += 8 * config.tree.num_candidates
     batch_size //= config.mesh.shape["data"] if config.mesh else 1

@@ -53,7 +53,7 @@ from poss_jax.engine.prompts import (
 )
 from poss_jax.engine.rounds import compile_batch, decode_batch
 from poss_jax.engine.text import check_stop
-from poss_jax.engine.trees import Trees, choose_trees, find_tuned, tree_for
+from poss_jax.engine.trees import Trees, check_lookup, choose_trees, find_tuned, tree_for
 from poss_jax.model.parameters import place_weights
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.shapes import Params
@@ -73,6 +73,7 @@ class Engine:
       weights: parameters of both, on the device, fused for decoding.
       trees: size of the draft tree per batch size, clamped to what can be drafted.
       drafting: how the draft proposes tokens when sampling.
+      lookup: most tokens that a round copies from prompt and answer; 0: none.
       tokenizer: the target's tokenizer; None if the model folder has none (token ids still work).
       stop_ids: tokens that end an answer.
       max_length: most tokens of prompt and answer together.
@@ -90,6 +91,7 @@ class Engine:
         tree: TreeConfig | Trees | None = None,
         max_length: int | None = None,
         drafting: Drafting = "coupled",
+        lookup: int = 0,
         mesh: MeshConfig | Mesh | None = None,
     ) -> None:
         """Holds a target; `with_draft` adds a draft.
@@ -99,8 +101,12 @@ class Engine:
           params: parameters of the target. The engine keeps some of these arrays: do not donate
             them to a function.
           tokenizer: the target's tokenizer; None accepts token ids only.
-          tree, max_length, drafting, mesh: as in `load`.
+          tree, max_length, drafting, lookup, mesh: as in `load`.
+
+        Raises:
+          UserError: lookup with sampled drafts.
         """
+        check_lookup(lookup, drafting)
         self.record = record
         self.fingerprint = record.fingerprint
         self.target_config = record.llama
@@ -111,6 +117,7 @@ class Engine:
         self._given_trees = tree  # None: each draft has its own
         self.trees = choose_trees(tree)
         self.drafting: Drafting = drafting
+        self.lookup = lookup
         self.tokenizer = tokenizer
         eos = [] if tokenizer is None else special_ids(tokenizer, "eos")
         self.stop_ids = sorted({*self.target_config.eos_token_ids, *eos})
@@ -119,10 +126,9 @@ class Engine:
 
     @property
     def max_accepted(self) -> int:
-        """Most drafted tokens that a round can accept; 0 without a draft."""
-        if self.draft_config is None:
-            return 0
-        return max((tree.max_accepted for tree in self.trees.values() if tree), default=0)
+        """Most drafted or copied tokens that a round can accept; 0 without a draft and lookup."""
+        configs = (self.config_with(tree, 2, self.max_length) for tree in self.trees.values())
+        return max(config.max_accepted for config in configs)
 
     @classmethod
     def load(
@@ -134,6 +140,7 @@ class Engine:
         dtype: Any = None,
         max_length: int | None = None,
         drafting: Drafting = "coupled",
+        lookup: int = 0,
         allow_target_mismatch: bool = False,
         draft_vocabulary: str | AnyPath | None = None,
         draft_window: int | None = None,
@@ -153,6 +160,8 @@ class Engine:
           max_length: most tokens of prompt and answer; None: what the target was made for.
           drafting: how the draft proposes tokens when sampling: `coupled` and `argmax` leave
             the output as it is, `sampled` in distribution only (see `DecodingConfig`).
+          lookup: most tokens that a round copies from prompt and answer, with or without a draft;
+            0: none. The output stays as it is (see `DecodingConfig`).
           allow_target_mismatch: use a draft made for other weights of the same shape.
           draft_vocabulary: file of the tokens that the draft may propose (see `poss draft-vocab`);
             None: the one tuned with the trees, else the folder's, usually all tokens.
@@ -162,8 +171,9 @@ class Engine:
           mesh: grid of devices, which load their own parts (see `MeshConfig`); None: one device.
 
         Raises:
-          UserError: a folder is missing or broken, the target is quantised already, or something
-            does not fit: draft, vocabulary, mesh, or weights into memory.
+          UserError: a folder is missing or broken, the target is quantised already, lookup with
+            sampled drafts, or something does not fit: draft, vocabulary, mesh, or weights into
+            memory.
         """
         mesh, dtype = decoding_mesh(mesh), dtype or default_dtype()
         target = find_bundled(target)
@@ -176,6 +186,7 @@ class Engine:
             tree=tree,
             max_length=max_length,
             drafting=drafting,
+            lookup=lookup,
             mesh=mesh,
         )
         engine.recommended = recommended_sampling(target)
@@ -234,9 +245,17 @@ class Engine:
         engine.trees = choose_trees(self._given_trees or tuned, engine.weights.draft)
         return engine
 
-    def with_tree(self, tree: TreeConfig | Trees, *, drafting: Drafting | None = None) -> "Engine":
-        """Returns an engine of the same models with another tree; None keeps `drafting`."""
+    def with_tree(
+        self,
+        tree: TreeConfig | Trees,
+        *,
+        drafting: Drafting | None = None,
+        lookup: int | None = None,
+    ) -> "Engine":
+        """Returns an engine of the same models with another tree; None keeps what is set."""
         engine = copy(self)
+        engine.lookup = self.lookup if lookup is None else lookup
+        check_lookup(engine.lookup, drafting or self.drafting)
         engine._given_trees = tree
         engine.trees = choose_trees(tree, self.weights.draft)
         engine.drafting = drafting or self.drafting
@@ -446,6 +465,7 @@ class Engine:
             chunk=prefill_chunks()[0],
             drafting=self.drafting,
             mesh=self.mesh,
+            lookup=self.lookup if tree else 0,
         )
         return with_rows(config, length, max_length=max_length)
 

@@ -58,7 +58,8 @@ class PreparedPrompt(NamedTuple):
         continuation of the prompt.
       shown_ids: special tokens whose names belong to the answer's text, such as marks of calls.
       guide: the grammar that the answer must match, before its next token; None: anything.
-      drafts: False decodes it without drafts.
+      drafts: False decodes it without drafts and copies.
+      lookup: False decodes it without copies.
     """
 
     ids: list[int]
@@ -70,6 +71,7 @@ class PreparedPrompt(NamedTuple):
     shown_ids: Sequence[int] = ()
     guide: GrammarState | None = None
     drafts: bool = True
+    lookup: bool = True
 
     def choice(self, index: int) -> "PreparedPrompt":
         """The same prompt with the seed of another answer (see `prompt_seed`)."""
@@ -114,6 +116,7 @@ class HostRequest(NamedTuple):
     sampling: dict[str, np.ndarray] | None  # fields of `Sampling`
     output_starts: np.ndarray | None
     drafts: np.ndarray | None
+    lookup: np.ndarray | None
 
 
 def encode_prompt(
@@ -251,6 +254,7 @@ def lay_out(
     continued = np.asarray([prompt.num_continued for prompt in prompts], np.int32)
     settings = [prompt.sampling for prompt in prompts]
     drafts = np.asarray([prompt.drafts for prompt in prompts])
+    lookup = np.asarray([prompt.lookup for prompt in prompts])
     has_all = num_biased is not None
     has_sampling = has_all or not all(sampling.is_plain for sampling in settings)
     return HostRequest(
@@ -261,6 +265,7 @@ def lay_out(
         sampling=_lay_out_sampling(settings, num_biased) if has_sampling else None,
         output_starts=lengths - continued if has_all or continued.any() else None,
         drafts=drafts if has_all or not drafts.all() else None,
+        lookup=lookup if has_all or not lookup.all() else None,
     )
 
 

@@ -215,7 +215,7 @@ _step = jit_step(_run_step, donate_argnums=3)
 def start(weights: Weights, config: StaticShape, request: Request, *allowed: Any) -> DecodeState:
     """`speculate.start` in two programs: however tokens are chosen, one does the prefill."""
     read = config._replace(drafting="coupled", num_logprobs=0)
-    unchosen = request.replace(sampling=None, output_starts=None, drafts=None)
+    unchosen = request.replace(sampling=None, output_starts=None, drafts=None, lookup=None)
     out = prefill(weights, read, unchosen)
     return _choose_first(weights, config, request, out[2:], out[:2], *allowed)
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.whole import write_output
-from poss_jax.config.models import ACCELERATOR_TREE, CPU_TREE, TreeConfig
+from poss_jax.config.models import ACCELERATOR_TREE, CPU_TREE, Drafting, TreeConfig
 from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, build_config, read_yaml, shorten
@@ -84,6 +84,12 @@ def choose_trees(chosen: TreeConfig | Trees | None, draft: Params | None = None)
         return trees
     num_tokens = draft["head"]["weight"].shape[0]
     return {size: tree and fit_tree(tree, num_tokens) for size, tree in trees.items()}
+
+
+def check_lookup(lookup: int, drafting: Drafting) -> None:
+    """Refuses copies next to sampled drafts, whose test wants trees of one shape."""
+    if lookup and drafting == "sampled":
+        raise UserError("lookup: want coupled or argmax drafting, got sampled; leave one out")
 
 
 def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:

@@ -22,6 +22,8 @@ def load_engine(config: AnswerConfig) -> Engine:
     """
     if config.draft is None and config.target == SMOLLM2:
         config = replace(config, draft=next(iter(default_drafts()), None))
+    if config.lookup and config.trees == "none":  # copies alone
+        config = replace(config, draft=None, trees=None)
     config = with_bundled(config)
     target = find_model(str(config.target))
     draft = config.draft
@@ -34,6 +36,7 @@ def load_engine(config: AnswerConfig) -> Engine:
         tree=trees or config.tree,
         max_length=config.max_length,
         drafting=config.drafting,
+        lookup=config.lookup,
         allow_target_mismatch=config.allow_target_mismatch,
         draft_vocabulary=config.draft_vocabulary,
         draft_window=config.draft_window,

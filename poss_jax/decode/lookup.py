@@ -1,0 +1,139 @@
+"""Lookup: nodes copied from the sequence itself, as a chain below the root of the draft tree.
+
+    the cat sat on the mat . Then the cat sat on │ the mat . Then
+    └ last earlier run ──┘            └ suffix ┘   └ copied
+
+What is edited, quoted or filled in stands in the prompt already, and loops stand in the answer. The
+longest run of ids that ends like the sequence is taken, the last one of equally long runs, and what
+followed it is proposed (prompt lookup; in a draft's tree as in Graft, arXiv 2605.20104). A copy
+counts as likely as runs of its length were continued, so it takes the nodes of less likely drafts
+and no others. The target verifies copies like drafts.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from poss_jax.decode.state import Output, Request
+from poss_jax.decode.tree import Candidates
+from poss_jax.model.cache import write_rows
+from poss_jax.shapes import Array, Bool, Float, Int, UInt
+
+SHORTEST, LONGEST = 2, 8
+"""Least length of a run, and the length from which runs count alike."""
+
+
+def copy_chain(
+    request: Request, output: Output, size: int, allowed: UInt[Array, "B words"] | None = None
+) -> Candidates:
+    """Copies what follows the longest run; scores are -inf where there is none.
+
+    Args:
+      request: the prompts, and who wants copies.
+      output: tokens after them.
+      size: N, number of copies.
+      allowed: tokens that a grammar allows next (see `sampling.unpack`); None: all.
+    """
+    ids, length = join_ids(request, output)
+    tokens, run = look_up(ids, length, size)
+    is_wanted = run >= SHORTEST
+    if request.lookup is not None:
+        is_wanted &= request.lookup
+    if allowed is not None:
+        is_wanted &= _is_allowed(allowed, tokens[:, 0])
+    scores = jnp.where(is_wanted[:, None], score(run, size), -jnp.inf)
+    parents = jnp.broadcast_to(jnp.arange(size)[None] - 1, tokens.shape)
+    return Candidates(tokens=tokens, scores=scores, parents=parents, num_copied=size)
+
+
+def join_ids(request: Request, output: Output) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
+    """Prompt and output of every sequence one after the other, and their number of tokens."""
+    padded = jnp.concatenate([request.tokens, jnp.zeros_like(output.tokens)], axis=1)
+    ids = write_rows(padded, output.tokens, request.lengths, axis=1)
+    return ids, request.lengths + output.num_tokens
+
+
+def look_up(
+    ids: Int[Array, "B S"], length: Int[Array, " B"], size: int
+) -> tuple[Int[Array, "B N"], Int[Array, " B"]]:
+    """Finds the longest earlier run that ends like each sequence, and what follows it.
+
+    At the end of the sequence the copy goes on with its own beginning, which continues a loop.
+
+    Args:
+      ids: the sequences; ids from `length` on are not part of them.
+      length: tokens of each, at least 1.
+      size: N, number of ids to copy.
+
+    Returns:
+      The copied ids, and the length of the run: 0 if there is none, at most `LONGEST`.
+    """
+    S = ids.shape[1]
+    padded = jnp.pad(ids, ((0, 0), (LONGEST, 0)), constant_values=-1)
+    index, last = jnp.arange(S, dtype=jnp.int32)[None], length[:, None] - 1
+    matches = jnp.broadcast_to(index < last, ids.shape)  # its own end is no match
+    run = jnp.zeros_like(ids)
+    for back in range(LONGEST):
+        first = LONGEST - back
+        token = jnp.take_along_axis(padded, last + first, axis=1)
+        matches &= (padded[:, first : first + S] == token) & (token >= 0)
+        run += matches.astype(jnp.int32)
+    end = jnp.argmax(run * S + index, axis=1)[:, None]
+    period = jnp.maximum(last - end, 1)
+    following = end + 1 + jnp.arange(size, dtype=jnp.int32)[None] % period
+    tokens = jnp.take_along_axis(ids, jnp.minimum(following, last), axis=1)
+    return tokens, jnp.take_along_axis(run, end, axis=1)[:, 0]
+
+
+def score(run: Int[Array, " B"], size: int) -> Float[Array, "B N"]:
+    """Log-probability that the first copy, the first two, ... are what the target writes.
+
+    By the rule of succession: a run of n ids that came twice is continued alike with probability
+    (n + 1) / (n + 2), and each copy that is right makes the run longer.
+    """
+    n = run[:, None].astype(jnp.float32) + 1
+    return jnp.log(n / (n + 1 + jnp.arange(size, dtype=jnp.float32)[None]))
+
+
+def merge(drafted: Candidates, chain: Candidates, *, depth: int) -> Candidates:
+    """Appends a chain to what was drafted.
+
+    A copy that was drafted, too, is not kept twice: the drafted node gets the higher of both
+    scores.
+
+    Args:
+      drafted: candidates of a draft.
+      chain: result of `copy_chain`.
+      depth: levels that the draft has.
+    """
+    batch, num_drafted = drafted.tokens.shape
+    node = jnp.full(batch, -1, jnp.int32)  # candidate that stands for the last copy
+    drafted_scores, parents, scores = drafted.scores, [], []
+    for index in range(chain.tokens.shape[1]):
+        score = chain.scores[:, index]
+        parents.append(node)
+        added = jnp.full_like(node, num_drafted + index)
+        if index < depth:
+            is_same = drafted.tokens == chain.tokens[:, index, None]
+            is_same &= drafted.parents == node[:, None]
+            raised = jnp.maximum(drafted_scores, score[:, None])
+            drafted_scores = jnp.where(is_same, raised, drafted_scores)
+            is_drafted = is_same.any(axis=1)
+            score = jnp.where(is_drafted, -jnp.inf, score)
+            added = jnp.where(is_drafted, is_same.argmax(axis=1).astype(jnp.int32), added)
+        scores.append(score)
+        node = added
+
+    def joined(first: Array, columns: list[Array]) -> Array:
+        return jnp.concatenate([first, jnp.stack(columns, axis=1)], axis=1)
+
+    return Candidates(
+        tokens=jnp.concatenate([drafted.tokens, chain.tokens], axis=1),
+        scores=joined(drafted_scores, scores),
+        parents=joined(drafted.parents, parents),
+        num_copied=chain.num_copied,
+    )
+
+
+def _is_allowed(allowed: UInt[Array, "B words"], token: Int[Array, " B"]) -> Bool[Array, " B"]:
+    word = jnp.take_along_axis(allowed, token[:, None] // 32, axis=1)[:, 0]
+    return (word >> (token % 32).astype(allowed.dtype) & 1) > 0
