@@ -72,7 +72,10 @@ class Chat:
 
     def __init__(self, engine: Engine, config: ChatConfig) -> None:
         self._engine, self._config = engine, config
-        self._screen = Screen(shows_drafts=engine.draft_config is not None and not config.plain)
+        self._screen = Screen(
+            shows_drafts=engine.draft_config is not None and not config.plain,
+            shows_copies=engine.lookup > 0 and not config.plain,
+        )
         self._compiled: set[object] = set()
         self._num_asked = 0
         self.turns: list[Message] = []
@@ -171,10 +174,10 @@ class Chat:
     # Commands
 
     def compare(self, text: str) -> None:
-        """Answers the last question again without a draft, and compares times and texts."""
+        """Answers the last question again without drafts, and compares times and texts."""
         if self.last is None:
             raise UserError("/compare: want a question that was answered; ask one")
-        if self._engine.draft_config is None:
+        if not self._engine.max_accepted:
             raise UserError("/compare: want a draft to compare with; start with --draft DIR")
         plain = self._answer(self._engine.with_tree({1: None}), self.last.prompt)
         say(plain.describe())

@@ -41,23 +41,26 @@ Answers = dict[tuple[int, int], Generation]
 class Screen:
     """Writes chunks to standard output, each at once.
 
-    Accepted drafts are green on a terminal (or with FORCE_COLOR), and in brackets elsewhere (or
-    with NO_COLOR).
+    Accepted drafts are green and copies cyan on a terminal (or with FORCE_COLOR), and in brackets
+    elsewhere (or with NO_COLOR).
     """
 
-    def __init__(self, *, shows_drafts: bool) -> None:
-        self._marks = text_marks() if shows_drafts else ("", "")
+    def __init__(self, *, shows_drafts: bool, shows_copies: bool = False) -> None:
+        drafted, copied = text_marks(), text_marks(is_copied=True)
+        self._marks = {"drafted": drafted} if shows_drafts else {}
+        self._marks |= {"copied": copied} if shows_copies else {}
         self._is_in_line = False
-        if shows_drafts:
-            sys.stderr.write("accepted drafts look {}like this{}\n".format(*self._marks))
+        legend = ["accepted drafts look {}like this{}".format(*drafted)] * shows_drafts
+        legend += ["copies from prompt and answer {}like this{}".format(*copied)] * shows_copies
+        if legend:
+            sys.stderr.write(f"{', '.join(legend)}\n")
 
     def show(self, chunk: Chunk) -> None:
         """Writes the text that a round added."""
-        mark, end_mark = self._marks
         parts = []
-        for is_drafted, pieces in groupby(chunk.pieces, lambda piece: piece.is_drafted):
-            text = "".join(piece.text for piece in pieces)
-            parts.append(f"{mark}{text}{end_mark}" if is_drafted else text)
+        for origin, pieces in groupby(chunk.pieces, lambda piece: piece.origin):
+            mark, end_mark = self._marks.get(origin, ("", ""))
+            parts.append(mark + "".join(piece.text for piece in pieces) + end_mark)
         self._is_in_line = True
         sys.stdout.write("".join(parts))
         sys.stdout.flush()
@@ -141,7 +144,8 @@ def answer_prompts(config: GenerateConfig) -> None:
     is_one = len(config.precompile) < 2
     for length in progress_bar(config.precompile, desc="compile", disable=is_one):
         engine.precompile([length], batch_size=config.batch_size)
-    screen = Screen(shows_drafts=config.show_drafts)
+    has_copies = config.show_drafts and engine.lookup > 0
+    screen = Screen(shows_drafts=config.show_drafts, shows_copies=has_copies)
     total = sum(len(dialogue.remaining) for dialogue in dialogues)
     answers = answer_dialogues(engine, dialogues, config, screen)
     if total < 2 and not config.stream:  # no bar, and nothing to see meanwhile

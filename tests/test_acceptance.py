@@ -1,6 +1,7 @@
 """What answers say about their drafts, in our shape and in vLLM's."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,9 +26,11 @@ def test_an_example() -> None:
         "num_draft_tokens": 7,
         "num_spec_tokens": 4,
     }
-    assert count_accepted([answer((2, 3), (0, 3)), answer((1, 1))]) == {
+    copied = replace(answer((2, 3), (0, 3)), copied_per_round=[1, 0])
+    assert count_accepted([copied, answer((1, 1))]) == {
         "rounds": 3,
         "accepted_tokens": 3,
+        "copied_tokens": 1,
         "acceptance_length": 2.0,
         "accepted_per_position": [2, 1],
     }

@@ -1,13 +1,16 @@
-"""Three planted mistakes, each of which the tests of this project must notice."""
+"""Planted mistakes, each of which the tests of this project must notice."""
+
+import inspect
 
 import jax
 import jax.numpy as jnp
 import pytest
 from golden import METHODS, load_golden
 from test_golden import check_rounds
+from test_lookup import check_look_up
 from test_speculate import SHAPES, check_shape
 
-from poss_jax.decode import drafting, speculate
+from poss_jax.decode import drafting, lookup, speculate
 from poss_jax.model import cache, target
 
 pytestmark = pytest.mark.usefixtures("fresh_programs")
@@ -51,3 +54,23 @@ def test_keys_of_the_wrong_specialist_are_noticed(monkeypatch, tmp_path):
     jax.clear_caches()
     with pytest.raises(AssertionError):
         check_rounds(golden, "_small")
+
+
+LOOKUP_MISTAKES = {
+    "reads one token too far": ("jnp.minimum(following, last)", "following + 1"),
+    "takes the end itself for a match": ("index < last, ids", "index <= last, ids"),
+    "takes the first of equal runs": ("run * S + index", "run * S - index"),
+    "takes the id behind the end for the last one": ("length[:, None] - 1", "length[:, None]"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mistake", LOOKUP_MISTAKES)
+def test_a_mistake_in_lookup_is_noticed(mistake):
+    """Its copies may be wrong without a change of the output."""
+    source, (right, wrong) = inspect.getsource(lookup.look_up), LOOKUP_MISTAKES[mistake]
+    assert source.count(right) == 1
+    scope = dict(vars(lookup))
+    exec(source.replace(right, wrong), scope)
+    with pytest.raises(AssertionError):
+        check_look_up(jax.jit(scope["look_up"], static_argnums=2))

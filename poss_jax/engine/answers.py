@@ -25,10 +25,11 @@ class Generation:
       prompt_ids: tokens that were continued.
       output_ids: new tokens, including a stop token or stop string.
       text: the new tokens as text, without stop token or stop string; None without a tokenizer.
-      accepted_per_round: accepted drafted tokens of every round, bonus token not counted.
+      accepted_per_round: accepted drafted or copied tokens of every round, bonus token not counted.
       offered_per_round: deepest position that the tree offered on the accepted path, per round.
       stop_reason: `stop` (a stop token or stop string), `length` (the limit), or `cancelled` (by
         the caller, or at its deadline).
+      copied_per_round: accepted tokens of every round that lookup copied and no draft proposed.
       cached_tokens: prompt tokens that were not read, since earlier prompts began with them.
     """
 
@@ -38,6 +39,7 @@ class Generation:
     accepted_per_round: list[int]
     offered_per_round: list[int]
     stop_reason: StopReason
+    copied_per_round: list[int] = field(default_factory=list)
     cached_tokens: int = field(default=0, compare=False)
 
     @property
@@ -67,6 +69,7 @@ class Round(NamedTuple):
       tokens: the new tokens.
       num_accepted: drafted tokens accepted; None for the first token, which no round chose.
       num_offered: deepest position offered along the accepted path.
+      num_copied: accepted tokens, the last ones, that only lookup proposed.
       is_done: the text ended at a stop token or its limit.
       logprobs: log-probabilities of the new tokens, if requested.
     """
@@ -76,6 +79,16 @@ class Round(NamedTuple):
     num_offered: int | None
     is_done: bool
     logprobs: Sequence[TokenLogprobs] = ()
+    num_copied: int = 0
+
+    @property
+    def depths(self) -> list[int]:
+        """See `Chunk`."""
+        num_accepted = self.num_accepted or 0
+        num_drafted = num_accepted - self.num_copied
+        positions = range(1, min(num_accepted, len(self.tokens)) + 1)
+        accepted = [depth if depth <= num_drafted else -depth for depth in positions]
+        return accepted + [0] * (len(self.tokens) - len(accepted))
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,8 @@ class Chunk:
     Attributes:
       pieces: text that may be shown now, by token; undecided text comes with a later chunk.
       output_ids: tokens of these rounds.
-      depths: position that each token was drafted at, from 1; 0 for the target's own.
+      depths: position that each token was drafted at, from 1; 0 for the target's own, negative for
+        those that lookup copied.
       answer: the whole answer; only the last chunk has it.
       logprobs: log-probabilities of these tokens, if requested.
     """
@@ -98,8 +112,8 @@ class Chunk:
 
     @property
     def is_drafted(self) -> list[bool]:
-        """True for each token that the draft proposed."""
-        return [depth > 0 for depth in self.depths]
+        """True for each token that the draft or lookup proposed."""
+        return [depth != 0 for depth in self.depths]
 
     @property
     def text(self) -> str:
@@ -163,6 +177,7 @@ def read_answer(
         text=text,
         accepted_per_round=output["num_accepted"][row, rounds].tolist(),
         offered_per_round=output["num_offered"][row, rounds].tolist(),
+        copied_per_round=output["num_copied"][row, rounds].tolist(),
         stop_reason="stop" if is_stopped else "length",
     )
 
@@ -188,6 +203,7 @@ class LiveAnswer:
         self._ids: list[int] = []
         self._accepted: list[int] = []
         self._offered: list[int] = []
+        self._copied: list[int] = []
         self.is_ended, self.cached_tokens = False, 0
 
     def add(self, new: Round) -> Chunk:
@@ -196,14 +212,14 @@ class LiveAnswer:
         Raises:
           UserError: the answer's grammar has become too complex.
         """
-        tokens = new.tokens
-        depths = [i + 1 if i < (new.num_accepted or 0) else 0 for i in range(len(tokens))]
+        tokens, depths = new.tokens, new.depths
         pieces, num_kept = self._push(tokens, depths, is_last=new.is_done)
         is_cut = num_kept < len(tokens)  # as at a stop token, nothing beyond counts
         if new.num_accepted is not None and new.num_offered is not None:
             num_counted = num_kept if is_cut else len(tokens) + new.num_offered
             self._accepted.append(min(new.num_accepted, num_counted))
             self._offered.append(min(new.num_offered, num_counted))
+            self._copied.append(sum(depth < 0 for depth in depths[:num_kept]))
         if self.guide is not None:
             self.guide.advance(tokens[:num_kept])
         self._ids += tokens[:num_kept]
@@ -233,6 +249,7 @@ class LiveAnswer:
             text=self._text if self._stream else None,
             accepted_per_round=self._accepted,
             offered_per_round=self._offered,
+            copied_per_round=self._copied,
             stop_reason=stop_reason,
             cached_tokens=self.cached_tokens,
         )

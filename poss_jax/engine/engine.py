@@ -352,6 +352,7 @@ class Engine:
         shown_ids: Sequence[int] = (),
         grammar: Grammar | None = None,
         drafts: bool = True,
+        lookup: bool | None = None,
     ) -> PreparedPrompt:
         """Tokenises a prompt and checks it, its settings and limit; later code trusts the result.
 
@@ -366,13 +367,17 @@ class Engine:
           is_chat: the answer is decoded alone; None: if the prompt holds messages.
           shown_ids: special tokens whose names belong to the answer's text.
           grammar: what the answer must match; one cut by its limit is only a beginning.
-          drafts: False decodes it without drafts.
+          drafts: False decodes it without drafts and copies.
+          lookup: False decodes it without copies, True refuses to; None: as the engine does.
 
         Raises:
           UserError: what `encode_prompt` refuses, a biased token outside the vocabulary, nothing
             but continued tokens, a grammar that cannot be served or that the continued tokens do
-            not match, or (`PromptTooLong`) prompt and answer longer than `max_length`.
+            not match, lookup where the engine has none, or (`PromptTooLong`) prompt and answer
+            longer than `max_length`.
         """
+        if lookup and not self.lookup:
+            raise UserError("lookup: copies want an engine or server with such as --lookup 8")
         sampling, ids = sampling or SamplingConfig(), self.encode(prompt)
         longest = max_length or self.max_length
         limit = limit_answer(len(ids), max_new_tokens, longest, shortens=shortens)
@@ -385,7 +390,7 @@ class Engine:
             continued = ids[len(ids) - num_continued :]
             V = self.target_config.vocab_size
             guide = grammar.compile(self.tokenizer, V, self.stop_ids, continued)
-        of_text = num_continued, is_chat, shown_ids, guide, drafts
+        of_text = num_continued, is_chat, shown_ids, guide, drafts, lookup is not False
         return PreparedPrompt(ids, limit, sampling, stop_ids, *of_text)
 
     def encode(

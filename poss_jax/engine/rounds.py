@@ -105,22 +105,23 @@ class PackedRounds(struct.PyTreeNode):
     Attributes:
       numbers: per sequence, in this order: number of new tokens (0 for an empty slot); number of
         rounds (0 for the first token); whether the sequence ended; R counts of accepted drafted
-        tokens; R deepest positions offered along the accepted path; the new tokens.
+        tokens; R deepest positions offered along the accepted path; R counts of copied ones among
+        the accepted; the new tokens.
       logprobs: log-probabilities of the new tokens; None if not requested.
       num_rounds: R, most rounds in this step.
     """
 
-    numbers: Array  # [B 3+2R+R*A] int32
+    numbers: Array  # [B 3+3R+R*A] int32
     logprobs: Logprobs | None
     num_rounds: int = struct.field(pytree_node=False)
 
 
 def pack_first(output: Output) -> PackedRounds:
     """Packs the first token of every sequence."""
-    rounds = output.num_accepted[:, :1], output.num_offered[:, :1]
+    rounds = [rows[:, :1] for rows in (output.num_accepted, output.num_offered, output.num_copied)]
     counts = output.num_tokens, output.num_rounds, output.is_done
     logprobs = jax.tree.map(lambda rows: rows[:, :1], output.logprobs)
-    return _pack(counts, *rounds, output.tokens[:, :1], logprobs)
+    return _pack(counts, rounds, output.tokens[:, :1], logprobs)
 
 
 def _run_step(
@@ -183,18 +184,18 @@ def pack_new(config: StaticShape, previous: Output, current: Output) -> PackedRo
 
     num_tokens = current.num_tokens - previous.num_tokens
     counts = num_tokens, current.num_rounds - previous.num_rounds, current.is_done
-    rounds = of_rounds(current.num_accepted), of_rounds(current.num_offered)
+    records = current.num_accepted, current.num_offered, current.num_copied
     logprobs = jax.tree.map(of_tokens, current.logprobs) if config.num_logprobs else None
-    return _pack(counts, *rounds, of_tokens(current.tokens), logprobs)
+    return _pack(counts, [*map(of_rounds, records)], of_tokens(current.tokens), logprobs)
 
 
 def _pack(
-    counts: Sequence[Array], accepted: Array, offered: Array, tokens: Array, logprobs: Any
+    counts: Sequence[Array], rounds: Sequence[Array], tokens: Array, logprobs: Any
 ) -> PackedRounds:
     """Packs the numbers of a `PackedRounds` into one array."""
-    columns = *(count[:, None] for count in counts), accepted, offered, tokens
+    columns = *(count[:, None] for count in counts), *rounds, tokens
     numbers = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
-    return PackedRounds(numbers, logprobs, num_rounds=accepted.shape[1])
+    return PackedRounds(numbers, logprobs, num_rounds=rounds[0].shape[1])
 
 
 def _first_state(
@@ -253,20 +254,16 @@ def mark(active: Sequence[int], batch_size: int) -> np.ndarray:
 def read_rounds(rounds: PackedRounds) -> list[list[Round]]:
     """Brings a step to the host; a list of rounds per sequence."""
     numbers, logprobs = jax.device_get((rounds.numbers, rounds.logprobs and vars(rounds.logprobs)))
-    cuts = np.cumsum([3, rounds.num_rounds, rounds.num_rounds])
-    counts, accepted, offered, tokens = np.split(numbers, cuts, axis=1)
-    return [
-        list(_read_sequence(*columns, logprobs, index))
-        for index, columns in enumerate(
-            zip(counts.tolist(), accepted.tolist(), offered.tolist(), tokens.tolist(), strict=True)
-        )
-    ]
+    columns = np.split(numbers, np.cumsum([3, *[rounds.num_rounds] * 3]), axis=1)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [list(_read_sequence(*row, logprobs, index)) for index, row in enumerate(rows)]
 
 
 def _read_sequence(
     counts: list[int],
     accepted: list[int],
     offered: list[int],
+    copied: list[int],
     tokens: list[int],
     logprobs: dict[str, np.ndarray] | None,
     index: int,
@@ -282,6 +279,7 @@ def _read_sequence(
             tokens=tokens[new],
             num_accepted=accepted[turn] if num_rounds else None,
             num_offered=offered[turn] if num_rounds else None,
+            num_copied=copied[turn] if num_rounds else 0,
             is_done=is_last and bool(is_done),
             logprobs=_read_logprobs(logprobs, index, new) if logprobs else (),
         )

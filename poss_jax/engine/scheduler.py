@@ -436,7 +436,8 @@ class Scheduler:
         if not ticket.has_logprobs:
             chunk = replace(chunk, logprobs=())
         self.stats.tokens += len(chunk.output_ids)
-        self.stats.accepted.update(depth for depth in chunk.depths if depth)
+        self.stats.accepted.update(abs(depth) for depth in chunk.depths if depth)
+        self.stats.copied += sum(depth < 0 for depth in chunk.depths)
         if chunk.answer is None:
             ticket.put(chunk)
             return

@@ -188,7 +188,8 @@ class Stats:
       rounds: rounds that were run.
       drafts: trees drafted, one per slot and round.
       drafted: positions those trees offered along the accepted path.
-      accepted: how often a draft was accepted, by position from 1.
+      accepted: how often a drafted or copied token was accepted, by position from 1.
+      copied: accepted tokens that only lookup proposed.
       tokens: tokens delivered.
       prompt_tokens: tokens of prompts.
       cached_tokens: prompt tokens copied from earlier prompts instead of computed.
@@ -201,6 +202,7 @@ class Stats:
     drafts: int = 0
     drafted: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
+    copied: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -10,7 +10,7 @@ Special tokens are no part of it, but stop strings may name them:
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from poss_jax.config.reading import UserError, shorten
 
@@ -24,7 +24,8 @@ class Piece(NamedTuple):
 
     Attributes:
       text: the text.
-      depth: position that the token was drafted at, from 1; 0 for the target's own.
+      depth: position that the token was drafted at, from 1; 0 for the target's own, negative if
+        lookup copied it.
       is_hidden: it is the name of a special token, which only stop strings meet.
     """
 
@@ -33,9 +34,9 @@ class Piece(NamedTuple):
     is_hidden: bool = False
 
     @property
-    def is_drafted(self) -> bool:
-        """True if the draft proposed the token."""
-        return self.depth > 0
+    def origin(self) -> Literal["drafted", "copied", "chosen"]:
+        """Who proposed the token: the draft, lookup, or nobody before the target chose it."""
+        return "drafted" if self.depth > 0 else "copied" if self.depth else "chosen"
 
 
 class TextStream:

@@ -33,10 +33,15 @@ from poss_jax.config.version import __version__
 from poss_jax.program.commands import name_programs, started_as
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
+COLOUR_OF_COPIES = ("\x1b[36m", "\x1b[0m")
 DIM = ("\x1b[2m", "\x1b[0m")
 BRACKETS = (
     "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",
     "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}",
+)
+BRACKETS_OF_COPIES = (
+    "\N{MATHEMATICAL LEFT DOUBLE ANGLE BRACKET}",
+    "\N{MATHEMATICAL RIGHT DOUBLE ANGLE BRACKET}",
 )
 
 BAD_INPUT = 2
@@ -129,8 +134,10 @@ def run_program(main: Callable[[], None]) -> None:
         _leave(_failed(*_explain(error)))
 
 
-def text_marks() -> tuple[str, str]:
+def text_marks(*, is_copied: bool = False) -> tuple[str, str]:
     """Marks before and after a text: a colour if output is coloured, else brackets."""
+    if is_copied:
+        return COLOUR_OF_COPIES if has_colours() else BRACKETS_OF_COPIES
     return COLOUR if has_colours() else BRACKETS
 
 

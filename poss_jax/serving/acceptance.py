@@ -14,6 +14,7 @@ def count_accepted(answers: Sequence[Generation]) -> dict[str, Any]:
     return {
         "rounds": len(rounds),
         "accepted_tokens": sum(rounds),
+        "copied_tokens": sum(sum(answer.copied_per_round) for answer in answers),
         "acceptance_length": sum(rounds) / len(rounds) + 1 if rounds else 1.0,
         "accepted_per_position": [positions[i] for i in range(1, len(positions) + 1)],
     }

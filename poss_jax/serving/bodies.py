@@ -179,7 +179,8 @@ class CommonRequest(BaseModel):
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    draft: bool | None = None  # ours; False decodes without drafts
+    draft: bool | None = None  # ours; False decodes without drafts and copies
+    lookup: bool | None = None  # ours; False decodes without copies
 
 
 class CompletionRequest(CommonRequest):

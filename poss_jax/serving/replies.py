@@ -170,7 +170,7 @@ class Reply:
         return reply | {"prompt_logprobs": self._scored[0]} if is_listed else reply
 
     def usage(self) -> dict[str, Any]:
-        """Token counts, and (ours) counts of drafted tokens."""
+        """Token counts, and (ours) counts of drafted and copied tokens."""
         answers = [answer for answer in self._answers if answer is not None]
         completion = sum(map(len, self._tokens))
         prompt = sum(len(prepared.ids) for prepared in self._job.prompts[:: self._job.num_choices])
@@ -185,7 +185,7 @@ class Reply:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """The acceptance of a single answer in vLLM's place; nothing without a draft."""
+        """The acceptance of a single answer in vLLM's place; nothing without drafts or copies."""
         max_accepted, answer = self._engine.max_accepted, self._answers[0]
         if answer is None or len(self._answers) > 1 or not max_accepted:
             return {}

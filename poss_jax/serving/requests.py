@@ -325,6 +325,7 @@ def _prepare_choices(
                 is_chat=is_chat,
                 shown_ids=shown_ids,
                 drafts=body.draft is not False,
+                lookup=body.lookup,
             )
         first = index * (body.n or 1)
         prepared += [base.choice(first + choice) for choice in range(body.n or 1)]
@@ -342,7 +343,7 @@ def _refusing(param: str) -> Iterator[None]:
         raise ApiError(400, message, param=param, code="context_length_exceeded") from error
     except UserError as error:
         named = str(error).partition(":")[0]
-        is_other = named in ("logit_bias", "continued_tokens", "tools", *GRAMMAR_FIELDS)
+        is_other = named in ("logit_bias", "continued_tokens", "lookup", "tools", *GRAMMAR_FIELDS)
         raise ApiError(400, str(error), param=named if is_other else param) from error
 
 

@@ -355,6 +355,7 @@ class Metrics:
             ("spec_decode_num_drafts", "Trees drafted", stats.drafts),
             ("spec_decode_num_draft_tokens", "Positions drafted", stats.drafted),
             ("spec_decode_num_accepted_tokens", "Drafts accepted", sum(accepted.values())),
+            ("spec_decode_num_copied_tokens", "Of these, copied by lookup", stats.copied),
         ]
         for name, text, value in counters:
             yield CounterMetricFamily(f"poss:{name}", text, value)

@@ -1,0 +1,130 @@
+"""Answers with copies: those of the target alone, with any draft or none, in any company."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from models import certain_pair, make_engine, one_layout, tiny_llama
+from test_grammar import E3, POSS, TREE, draw_engine, make_slots, prepare_all
+from test_mesh import EIGHT, random_engine
+from test_mesh import POSS as POSS_ON_MESH
+
+from poss_jax import Engine, Generation, SamplingConfig, Scheduler, UserError
+from poss_jax.config.models import DraftConfig
+
+LOOKUP = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_layout() -> Iterator[None]:
+    with one_layout(num_biased=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poss_jax.engine.device._LEAST_ROWS", 128)
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Generation]:
+    """Answers of the target alone, with grammars, filters and penalties."""
+    engine = draw_engine(None)
+    return engine.decode(prepare_all(engine), batch_size=4)
+
+
+def with_lookup(config: DraftConfig | None, **options: Any) -> Engine:
+    engine = draw_engine(None) if config is None else draw_engine(TREE, config, **options)
+    return engine.with_tree(TREE, lookup=LOOKUP)
+
+
+def ids(answers: Sequence[Generation | None]) -> list[list[int]]:
+    return [answer.output_ids for answer in answers if answer is not None]
+
+
+def count_copied(answers: Sequence[Generation | None]) -> int:
+    return sum(sum(answer.copied_per_round) for answer in answers if answer is not None)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("config", "options", "batch_size"),
+    [
+        pytest.param(POSS, {}, 4, id="PosS"),
+        pytest.param(POSS, {"drafting": "argmax"}, 3, id="argmax"),
+        pytest.param(E3, {}, 4, id="EAGLE-3"),
+        pytest.param(None, {}, 1, id="no draft"),
+    ],
+)
+def test_copies_change_no_text(
+    config: DraftConfig | None, options: Any, batch_size: int, alone: list[Generation]
+) -> None:
+    engine = with_lookup(config, **options)
+    answers = engine.decode(prepare_all(engine), batch_size=batch_size)
+    assert ids(answers) == ids(alone)
+    assert count_copied(answers) > 0
+    for answer in answers:
+        counts = zip(answer.copied_per_round, answer.accepted_per_round, strict=True)
+        assert all(copied <= accepted <= LOOKUP for copied, accepted in counts)
+
+
+@pytest.mark.parametrize("config", [POSS, None], ids=["PosS", "no draft"])
+def test_copies_change_no_text_of_a_server(
+    config: DraftConfig | None, alone: list[Generation]
+) -> None:
+    """Of the second half, no text may be copied."""
+    engine = with_lookup(config)
+    scheduler = Scheduler(make_slots(engine))
+    prompts = prepare_all(engine)
+    try:
+        streams = scheduler.submit_all(
+            [*prompts, *(prompt._replace(lookup=False) for prompt in prompts)]
+        )
+        answers = [list(stream)[-1].answer for stream in streams]
+    finally:
+        scheduler.close()
+    assert scheduler.error is None
+    assert ids(answers) == ids([*alone, *alone])
+    assert count_copied(answers[:8]) > 0
+    assert count_copied(answers[8:]) == 0
+
+
+def test_streams_tell_copies_from_drafts() -> None:
+    engine = with_lookup(POSS)
+    prompt = prepare_all(engine)[-1]
+    (answer,) = engine.decode([prompt])
+    chunks = list(engine.decode_rounds(prompt))
+    assert chunks[-1].answer == answer
+    copied = [sum(depth < 0 for depth in chunk.depths) for chunk in chunks[1:]]
+    drafted = [sum(depth > 0 for depth in chunk.depths) for chunk in chunks[1:]]
+    assert copied == answer.copied_per_round and sum(copied) > 0
+    assert [a + b for a, b in zip(copied, drafted, strict=True)] == answer.accepted_per_round
+    for chunk in chunks:
+        origins = [piece.origin for piece in chunk.pieces]
+        assert origins == sorted(origins, key=["drafted", "copied", "chosen"].index)
+
+
+def test_a_loop_is_copied_to_its_end() -> None:
+    """Lookup alone, of a target whose next token follows from the last one."""
+    llama = tiny_llama(vocab_size=13, max_position_embeddings=400)
+    target, _ = certain_pair(llama, DraftConfig(layer=llama), sharpness=3.0, disorder=0.0)
+    engine = make_engine(llama, target, tree=TREE)
+    (want,) = engine.generate([[3, 5]], max_new_tokens=90)
+    (answer,) = engine.with_tree(TREE, lookup=LOOKUP).generate([[3, 5]], max_new_tokens=90)
+    assert answer.output_ids == want.output_ids
+    assert answer.accepted_per_round[-3:-1] == [LOOKUP, LOOKUP]
+    assert answer.copied_per_round == answer.accepted_per_round
+
+
+@pytest.mark.slow
+def test_devices_copy_alike() -> None:
+    sampling = [SamplingConfig(), SamplingConfig(temperature=0.5, seed=3, repetition_penalty=1.1)]
+    prompts, sampling = [[1, 2, 3, 1, 2], [4] * 9] * 2, sampling * 2
+    texts = []
+    for mesh in (EIGHT, None):
+        engine = random_engine(POSS_ON_MESH, mesh)
+        engine = engine.with_tree(engine.trees, lookup=LOOKUP)
+        texts.append(engine.generate(prompts, max_new_tokens=30, batch_size=4, sampling=sampling))
+    assert texts[0] == texts[1]
+    assert count_copied(texts[0]) > 0
+
+
+def test_sampled_drafts_are_refused() -> None:
+    with pytest.raises(UserError, match="lookup: want coupled or argmax drafting, got sampled"):
+        draw_engine(TREE, drafting="sampled").with_tree(TREE, lookup=LOOKUP)
