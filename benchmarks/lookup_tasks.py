@@ -42,14 +42,15 @@ _EDITS = (
 )
 _ARTICLE = (
     "The town of {town} has decided to close the old bridge over the river from {month} on. "
-    "{name}, who has led the council for {years} years, said that the bridge was built for carts "
-    "and not for lorries. Engineers found {count} cracks in the northern arch last winter, and "
-    "they expect the repair to take {weeks} weeks. Until then, buses will go round by the mill, which "
-    "adds about {minutes} minutes to the way to the station. Shopkeepers in the lower town fear "
-    "that they will lose customers, and they have asked the council for a ferry. {other}, who owns "
-    "the bakery next to the bridge, said that half of her customers come from the other side. The "
-    "council will decide about the ferry in its next meeting. The repair will cost {cost} thousand "
-    "crowns, of which the province pays one third."
+    "{name}, who has led the council for {years} years, said that the bridge was built for "
+    "carts and not for lorries. Engineers found {count} cracks in the northern arch last "
+    "winter, and they expect the repair to take {weeks} weeks. Until then, buses will go "
+    "round by the mill, which adds about {minutes} minutes to the way to the station. "
+    "Shopkeepers in the lower town fear that they will lose customers, and they have asked "
+    "the council for a ferry. {other}, who owns the bakery next to the bridge, said that half"
+    " of her customers come from the other side. The council will decide about the ferry in "
+    "its next meeting. The repair will cost {cost} thousand crowns, of which the province "
+    "pays one third."
 )
 _ORDER = (
     "Order number: {number}\nCustomer: {name}\nStreet: {street} Mill Road\nTown: {town}\n"
