@@ -1,0 +1,177 @@
+"""Copies of prompt and answer in the draft tree: tokens per round and per second, by kind of task.
+
+Answers the tasks of `lookup_tasks.py` with the default model, greedily and at temperature 1:
+without drafts, with the bundled PosS-1, with PosS-1 and lookup, and with lookup alone, all with as
+many nodes as the tree tuned for PosS-1. Methods take turns on every task, and each answer is
+compared with the one without drafts. Prints a table, and as its last line one JSON object; --output
+keeps report.json and report.md. Times are of rounds alone; CPU time is of all threads.
+
+    python -m benchmarks.lookup --output docs/results/lookup
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import exp, log
+from statistics import mean
+from typing import Any, NamedTuple
+
+from benchmarks.lookup_tasks import NUM_TASKS, make_tasks
+from benchmarks.options import add_numbers, make_parser
+from infer.bench.report import show_report
+from poss_jax.bundled.default import default_drafts, default_target
+from poss_jax.checkpoint.record import provenance
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.data.progress import progress_bar
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.trees import tree_for
+from poss_jax.program.running import run_program
+from poss_jax.program.tables import format_rows
+
+DRAFT = "PosS-1"
+ALONE, BOTH = "no draft", f"{DRAFT} + lookup"
+TEMPERATURES = (0.0, 1.0)
+
+
+class Timed(NamedTuple):
+    """An answer, and the seconds that its rounds took."""
+
+    answer: Generation
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the rounds."""
+        return len(self.answer.output_ids) - 1
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.seconds
+
+
+def load_engines() -> dict[str, Engine]:
+    """The methods by name, the one without drafts first."""
+    alone = Engine.load(default_target())
+    drafted = alone.load_draft(default_drafts()[DRAFT])
+    tree = tree_for(drafted.trees, 1)
+    assert tree is not None, "want a tree for one request"
+    num_copied = tree.num_nodes - 1
+    return {
+        ALONE: alone,
+        DRAFT: drafted,
+        BOTH: drafted.with_tree(tree, lookup=num_copied),
+        "lookup": alone.with_tree(tree, lookup=num_copied),
+    }
+
+
+def answer(engine: Engine, question: str, sampling: SamplingConfig, max_tokens: int) -> Timed:
+    """Answers a question, and times the rounds after the first token."""
+    prompt = prepare(engine, question, sampling, max_tokens)
+    whole, clocks = None, list[tuple[float, float]]()
+    for chunk in engine.decode_rounds(prompt):
+        whole = chunk.answer
+        clocks.append((time.perf_counter(), time.process_time()))
+    assert whole is not None
+    seconds, cpu_seconds = (end - begin for begin, end in zip(clocks[0], clocks[-1], strict=True))
+    return Timed(whole, seconds, cpu_seconds)
+
+
+def prepare(
+    engine: Engine, question: str, sampling: SamplingConfig, max_tokens: int
+) -> PreparedPrompt:
+    """Prepares a question."""
+    return engine.prepare([{"role": "user", "content": question}], max_tokens, sampling)
+
+
+def measure(
+    engines: Mapping[str, Engine], tasks: Mapping[str, Sequence[str]], max_tokens: int
+) -> list[tuple[str, float, dict[str, Timed]]]:
+    """Answers of all methods: kind of task, temperature, and answers by method."""
+    work = [
+        (kind, temperature, seed, question)
+        for (kind, questions), temperature in product(tasks.items(), TEMPERATURES)
+        for seed, question in enumerate(questions)
+    ]
+    compiled, measured, names = set[object](), [], list(engines)
+    for index, (kind, temperature, seed, question) in enumerate(progress_bar(work)):
+        sampling = SamplingConfig(temperature=temperature, seed=seed)
+        answers = {}
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            engine = engines[name]
+            config, _ = engine.request([prepare(engine, question, sampling, max_tokens)])
+            program = name, config, temperature > 0
+            if program not in compiled:
+                compiled.add(program)
+                answer(engine, question, sampling, max_tokens)
+            answers[name] = answer(engine, question, sampling, max_tokens)
+        measured.append((kind, temperature, answers))
+    return measured
+
+
+def summarise(answers: Sequence[Mapping[str, Timed]], name: str) -> dict[str, float]:
+    """Sums up one method's answers to some tasks.
+
+    `speed_up` is the mean ratio of its tokens per second to the draft's, task by task.
+    """
+    own = [task[name] for task in answers]
+    rounds = [count for timed in own for count in timed.answer.accepted_per_round]
+    copied = sum(sum(timed.answer.copied_per_round) for timed in own)
+    pairs = [(task[name], task[DRAFT]) for task in answers if task[name].num_tokens]
+    equal = [task[name].answer.output_ids == task[ALONE].answer.output_ids for task in answers]
+    return {
+        "answers": len(own),
+        "equal": sum(equal),
+        "acceptance_length": 1 + mean(rounds),
+        "copied_per_round": copied / len(rounds),
+        "tokens_per_second": sum(timed.num_tokens for timed in own)
+        / sum(timed.seconds for timed in own),
+        "speed_up": exp(mean(log(ours.rate / drafted.rate) for ours, drafted in pairs)),
+        "cpu_milliseconds_per_token": 1000
+        * sum(timed.cpu_seconds for timed in own)
+        / sum(timed.num_tokens for timed in own),
+    }
+
+
+def format_table(report: Mapping[str, Any]) -> str:
+    """Writes the report in Markdown."""
+    heads = "task", "T", "method", "tokens per round", "copied", "tokens/s", f"x {DRAFT}"
+    rows = [
+        (group["kind"], f"{group['temperature']:g}", name, f"{row['acceptance_length']:.2f}",
+         f"{row['copied_per_round']:.2f}", f"{row['tokens_per_second']:.1f}",
+         f"{row['speed_up']:.2f}", f"{row['cpu_milliseconds_per_token']:.1f}",
+         f"{row['equal']} of {row['answers']}")
+        for group in report["groups"]
+        for name, row in group["methods"].items()
+    ]  # fmt: skip
+    return "\n".join(format_rows((*heads, "CPU ms per token", "equal"), rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, measures, prints."""
+    parser = make_parser(__doc__)
+    add_numbers(parser, {"tasks": NUM_TASKS, "tokens": 128})
+    args = parser.parse_args(arguments)
+    engines = load_engines()
+    tasks = {kind: questions[: args.tasks] for kind, questions in make_tasks().items()}
+    measured = measure(engines, tasks, args.tokens)
+    groups = []
+    for kind, temperature in product(tasks, TEMPERATURES):
+        answers = [task for *key, task in measured if key == [kind, temperature]]
+        methods = {name: summarise(answers, name) for name in engines}
+        groups.append({"kind": kind, "temperature": temperature, "methods": methods})
+    tree = tree_for(engines[DRAFT].trees, 1)
+    report = {
+        "tree": tree and tree.name,
+        "max_new_tokens": args.tokens,
+        "groups": groups,
+        "provenance": provenance(),
+    }
+    show_report(report, format_table(report), args.output)
+
+
+if __name__ == "__main__":
+    run_program(main)
