@@ -195,7 +195,7 @@ def find_overlong(setting: Setting, answers: Sequence[Generation]) -> list[dict[
     return [
         {"setting": setting.name, "answer": index, "accepted": accepted, "is_excused": False}
         for index, accepted in enumerate(longest)
-        if accepted > setting.tree.max_accepted
+        if accepted > max(setting.tree.max_accepted, setting.engine.lookup)
     ]
 
 

@@ -59,7 +59,7 @@ def test_scores_of_a_low_temperature_round_as_coarsely_as_their_logits():
 
 
 def test_more_accepted_than_the_tree_is_deep_is_a_failure():
-    engine = SimpleNamespace(drafting="coupled")
+    engine = SimpleNamespace(drafting="coupled", lookup=0)
     setting = lossless_run.Setting("EAGLE", engine, TreeConfig(depth=3, top_k=2, total_tokens=6), 1)
     answers = [
         Generation([1], [2] * 9, None, accepted, accepted, "length")

@@ -229,6 +229,7 @@ def _describe_methods(
         "device": device_name(),
         "methods": {
             decoder.name: {"tree": _tree_of(decoder), "drafting": decoder.engine.drafting}
+            | {"lookup": decoder.engine.lookup}
             | _reduced_head(decoder.engine)
             | journal.methods[decoder.name]
             for decoder in decoders

@@ -102,7 +102,7 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
 
 
 def _decode_by(method: MethodConfig, config: BenchConfig, engine: Engine) -> Engine:
-    """Gives a target's engine the tree, draft and drafting of a method."""
+    """Gives a target's engine the tree, draft, drafting and lookup of a method."""
     if method.tree is not None:
         engine = engine.with_tree(method.tree)
     if method.draft is not None:
@@ -112,8 +112,9 @@ def _decode_by(method: MethodConfig, config: BenchConfig, engine: Engine) -> Eng
             vocabulary=method.draft_vocabulary or config.draft_vocabulary,
             window=method.draft_window or config.draft_window,
         )
-    if method.drafting is not None:
-        engine = engine.with_tree(engine.trees, drafting=method.drafting)
+    lookup = config.lookup if method.lookup is None else method.lookup
+    if method.drafting is not None or lookup:
+        engine = engine.with_tree(engine.trees, drafting=method.drafting, lookup=lookup)
     return engine
 
 

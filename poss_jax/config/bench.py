@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from poss_jax.config.decoding import SMOLLM2, DecodingConfig
 from poss_jax.config.models import STRICT, Drafting, Quantisation, TreeConfig
-from poss_jax.config.numbers import Count, Depth, Seed, Temperature
+from poss_jax.config.numbers import Count, Depth, Lookup, Seed, Temperature
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -52,6 +52,7 @@ class MethodConfig:
       draft: Model folder of a draft; null decodes autoregressively.
       tree: Size of the draft tree.
       drafting: How the draft proposes tokens to sampled texts.
+      lookup: Most tokens that a round copies from prompt and answer, with or without a draft.
       draft_vocabulary: JSON file of the tokens that the draft may propose.
       draft_window: How many of the newest tokens the draft attends.
       quantise: Type that the target's matrices are rounded to.
@@ -60,13 +61,15 @@ class MethodConfig:
     draft: str | None = None
     tree: TreeConfig | None = None
     drafting: Drafting | None = None
+    lookup: Lookup | None = None
     draft_vocabulary: str | None = None
     draft_window: Count | None = None
     quantise: Quantisation | None = None
 
     def __post_init__(self) -> None:
         for name in ("tree", "drafting", "draft_vocabulary", "draft_window"):
-            if self.draft is None and getattr(self, name) is not None:
+            is_used = self.draft is not None or (name == "tree" and self.lookup)
+            if not is_used and getattr(self, name) is not None:
                 raise ValueError(f"{name}: is a draft's; give draft, too")
 
 
@@ -144,6 +147,11 @@ class TuneConfig(BenchConfig):
     max_new_tokens: Count = 64
     num_prompts: Count = 4
     repeats: Count = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lookup:
+            raise ValueError("lookup: trees are tuned without copies; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
