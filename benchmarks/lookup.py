@@ -71,13 +71,13 @@ def load_engines() -> dict[str, Engine]:
 def answer(engine: Engine, question: str, sampling: SamplingConfig, max_tokens: int) -> Timed:
     """Answers a question, and times the rounds after the first token."""
     prompt = prepare(engine, question, sampling, max_tokens)
-    whole, clocks = None, list[tuple[float, float]]()
+    final, clocks = None, list[tuple[float, float]]()
     for chunk in engine.decode_rounds(prompt):
-        whole = chunk.answer
+        final = chunk.answer
         clocks.append((time.perf_counter(), time.process_time()))
-    assert whole is not None
+    assert final is not None
     seconds, cpu_seconds = (end - begin for begin, end in zip(clocks[0], clocks[-1], strict=True))
-    return Timed(whole, seconds, cpu_seconds)
+    return Timed(final, seconds, cpu_seconds)
 
 
 def prepare(
@@ -117,22 +117,22 @@ def summarise(answers: Sequence[Mapping[str, Timed]], name: str) -> dict[str, fl
 
     `speed_up` is the mean ratio of its tokens per second to the draft's, task by task.
     """
-    own = [task[name] for task in answers]
-    rounds = [count for timed in own for count in timed.answer.accepted_per_round]
-    copied = sum(sum(timed.answer.copied_per_round) for timed in own)
+    timed_answers = [task[name] for task in answers]
+    rounds = [count for timed in timed_answers for count in timed.answer.accepted_per_round]
+    copied = sum(sum(timed.answer.copied_per_round) for timed in timed_answers)
     pairs = [(task[name], task[DRAFT]) for task in answers if task[name].num_tokens]
     equal = [task[name].answer.output_ids == task[ALONE].answer.output_ids for task in answers]
     return {
-        "answers": len(own),
+        "answers": len(timed_answers),
         "equal": sum(equal),
         "acceptance_length": 1 + mean(rounds),
         "copied_per_round": copied / len(rounds),
-        "tokens_per_second": sum(timed.num_tokens for timed in own)
-        / sum(timed.seconds for timed in own),
+        "tokens_per_second": sum(timed.num_tokens for timed in timed_answers)
+        / sum(timed.seconds for timed in timed_answers),
         "speed_up": exp(mean(log(ours.rate / drafted.rate) for ours, drafted in pairs)),
         "cpu_milliseconds_per_token": 1000
-        * sum(timed.cpu_seconds for timed in own)
-        / sum(timed.num_tokens for timed in own),
+        * sum(timed.cpu_seconds for timed in timed_answers)
+        / sum(timed.num_tokens for timed in timed_answers),
     }
 
 

@@ -47,7 +47,7 @@ _ARTICLE = (
     "winter, and they expect the repair to take {weeks} weeks. Until then, buses will go "
     "round by the mill, which adds about {minutes} minutes to the way to the station. "
     "Shopkeepers in the lower town fear that they will lose customers, and they have asked "
-    "the council for a ferry. {other}, who owns the bakery next to the bridge, said that half"
+    "the council for a ferry. {baker}, who owns the bakery next to the bridge, said that half"
     " of her customers come from the other side. The council will decide about the ferry in "
     "its next meeting. The repair will cost {cost} thousand crowns, of which the province "
     "pays one third."
@@ -121,8 +121,8 @@ def quote(rng: random.Random) -> str:
 
 def _draw(rng: random.Random) -> dict[str, str | int]:
     months = "January March May June August September October December".split()
-    name, other = (f"{rng.choice(_FIRST)} {rng.choice(_LAST)}" for _ in range(2))
-    texts: dict[str, str | int] = {"name": name, "other": other, "town": rng.choice(_TOWNS)}
+    name, baker = (f"{rng.choice(_FIRST)} {rng.choice(_LAST)}" for _ in range(2))
+    texts: dict[str, str | int] = {"name": name, "baker": baker, "town": rng.choice(_TOWNS)}
     texts |= {"month": rng.choice(months), "good": rng.choice(_GOODS)}
     limits = {"years": 20, "count": 30, "weeks": 40, "minutes": 25, "cost": 900, "day": 28}
     limits |= {"number": 99999, "street": 80}
