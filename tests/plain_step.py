@@ -23,25 +23,38 @@ class PlainBatch(NamedTuple):
     loss_mask: Array  # [B T]
 
 
+class PlainStep(NamedTuple):
+    losses: list[Array]  # R x []
+    gradients: Params  # of their sum; specialists stacked
+    reach: list[Array]  # R x [], mean weight of the rows
+
+
 def plain_gradients(
     draft: Params, head: Array, config: DraftConfig, objective: ObjectiveConfig, batch: PlainBatch
-) -> tuple[list[Array], Params]:
-    """(loss of every depth, gradient of their sum); specialists stacked."""
+) -> PlainStep:
     versions, losses, total = [batch.features], [], jax.tree.map(jnp.zeros_like, draft)
+    reach, mean_reach = jnp.ones_like(batch.loss_mask, jnp.float32), []
     for depth in range(config.trained_depth):
         index = config.specialist_at(depth)
 
-        def loss_fn(draft: Params, versions: list[Array], index: int = index):
+        def loss_fn(draft: Params, versions: list[Array], index: int = index, reach=reach):
             specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
             prediction = _predict(draft, specialist, config, batch.embedded, versions)
-            return _loss(prediction, head, objective, batch), prediction
+            return _loss(prediction, head, objective, batch, reach), prediction
 
         (loss, prediction), gradients = jax.value_and_grad(loss_fn, has_aux=True)(draft, versions)
         total = jax.tree.map(jnp.add, total, gradients)
         losses.append(loss)
+        mean_reach.append(_average(reach, batch))
+        if objective.depth_weighting == "reach":
+            overlap = jnp.minimum(
+                *(jax.nn.softmax(x @ head.T) for x in (batch.targets, prediction))
+            )
+            reached = reach * overlap.sum(axis=-1)
+            reach = jnp.concatenate([jnp.zeros_like(reached[:, :1]), reached[:, :-1]], axis=1)
         shifted = jnp.concatenate([batch.features[:, :1], prediction[:, :-1]], axis=1)
         versions = [*versions, jax.lax.stop_gradient(shifted)]
-    return losses, total
+    return PlainStep(losses, total, mean_reach)
 
 
 def _predict(
@@ -78,7 +91,9 @@ def _predict(
     return layer.finish(x[-1], merge_heads(jnp.asarray(attended).reshape(B, -1, T, H)))
 
 
-def _loss(prediction: Array, head: Array, objective: ObjectiveConfig, batch: PlainBatch) -> Array:
+def _loss(
+    prediction: Array, head: Array, objective: ObjectiveConfig, batch: PlainBatch, reach: Array
+) -> Array:
     target = jax.nn.softmax(batch.targets @ head.T)
     products = target * jax.nn.log_softmax(prediction @ head.T)
     top, ids = jax.lax.top_k(target, min(objective.top_k, len(head)))
@@ -94,5 +109,9 @@ def _loss(prediction: Array, head: Array, objective: ObjectiveConfig, batch: Pla
         share = jax.lax.stop_gradient(jnp.exp(-objective.lk_eta * alpha))
         blend = (1 - share) * (1 - alpha) - share * products.sum(axis=-1)
         per_row += objective.lk_weight * (-jnp.log(alpha) if objective.lk == "alpha" else blend)
+    return _average(per_row * reach, batch)
+
+
+def _average(per_row: Array, batch: PlainBatch) -> Array:
     mask = batch.loss_mask.astype(jnp.float32)
     return (per_row * mask).sum() / (mask.sum() + 1e-5)

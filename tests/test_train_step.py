@@ -1,6 +1,7 @@
 """The training steps: schedule, gradients per depth, and noise."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,7 @@ def test_run_of_one_step_trains(warmup_fraction: float):
 LLAMA = tiny_llama(num_layers=1, vocab_size=7)  # so few tokens that random drafts hit some
 B, T, R = 2, 12, 3
 OBJECTIVE = ObjectiveConfig(top_k=3, feature_noise=0.01)
+REACH = {"depth_weighting": "reach"}
 STEP = StepConfig(vocabulary_chunk=5, attention_block=7)
 TASK = DraftTask(
     target=LLAMA,
@@ -191,13 +193,13 @@ def test_feature_noise(target):
 
 
 def plain(draft, head, task, data):
-    """Loss of every depth and the gradient of their sum, from whole scores and logits."""
+    """Losses by depth, the gradient of their sum, and reach, from whole scores and logits."""
     batch = PlainBatch(
         data.inputs.features, data.inputs.embedded, data.targets.features, data.loss_mask
     )
     run = jax.jit(plain_gradients, static_argnums=(2, 3))
-    losses, gradients = run(draft, head, task.draft, task.objective, batch)
-    return np.array(losses), gradients
+    losses, gradients, reach = run(draft, head, task.draft, task.objective, batch)
+    return np.array(losses), gradients, np.array(reach)
 
 
 def assert_near(got, want, tolerance):
@@ -213,6 +215,8 @@ def assert_near(got, want, tolerance):
         (STEP, {"lk_weight": 0.7, "lk": "alpha"}),
         (StepConfig(), {}),
         (dataclasses.replace(STEP, accumulation_steps=2), {"lk_weight": 0.7}),
+        (STEP, REACH),
+        (dataclasses.replace(STEP, accumulation_steps=2), REACH | {"average_over": "all"}),
     ],
 )
 def test_step_equals_a_plain_one(target, draft, step, changes):
@@ -227,8 +231,11 @@ def test_step_equals_a_plain_one(target, draft, step, changes):
         key = jax.random.fold_in(KEY, step_index)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
         data = prepare(target, task, BATCH, keys)
-        want, gradient = plain(draft, target["head"]["weight"], task, data)
-        np.testing.assert_allclose(got["loss_per_depth"], want, rtol=2e-6)
+        want, gradient, reach = plain(draft, target["head"]["weight"], task, data)
+        # Rows weigh 1 on average.
+        share = data.num_trained / B / T if task.objective.average_over == "all" else 1.0
+        gradient = jax.tree.map(partial(jnp.multiply, share / reach.mean()), gradient)
+        np.testing.assert_allclose(got["loss_per_depth"], share * want / reach, rtol=2e-6)
         np.testing.assert_allclose(got["gradient_norm"], norm(gradient), rtol=2e-6)
         assert state.step == step_index + 1
         assert_moved_by(gradient, draft, state.params)
@@ -236,19 +243,20 @@ def test_step_equals_a_plain_one(target, draft, step, changes):
     assert (losses[0] != losses[1]).all()
 
 
+@pytest.mark.parametrize("changes", [{"lk_weight": 0.7}, REACH], ids=["lk", "reach"])
 @pytest.mark.parametrize(
     "rope",
     [pytest.param(LLAMA.rope, marks=pytest.mark.slow), ROPE_BY_LENGTH],
     ids=lambda rope: rope.type,
 )
-def test_packed_documents_equal_rows_of_their_own(target, draft, rope):
-    """Positions, kept row 0, diagonals, zero target, noise and loss are each document's."""
+def test_packed_documents_equal_rows_of_their_own(target, draft, rope, changes):
+    """Positions, kept row 0, diagonals, zero target, noise, reach and loss are each document's."""
     llama, lengths = dataclasses.replace(LLAMA, rope=rope), [5, 2, 2]
     layer = dataclasses.replace(TASK.draft.layer, rope=rope)
     task = TASK._replace(
         target=llama,
         draft=dataclasses.replace(TASK.draft, layer=layer),
-        objective=dataclasses.replace(OBJECTIVE, feature_noise=0, lk_weight=0.7),
+        objective=dataclasses.replace(OBJECTIVE, feature_noise=0, **changes),
     )
     documents = np.array([[1] * 5 + [2] * 2 + [3] * 2 + [0] * 3])
     packed = TrainBatch(TOKENS[:1], MASK[:1], jnp.asarray(documents, jnp.int32))
@@ -263,7 +271,7 @@ def test_packed_documents_equal_rows_of_their_own(target, draft, rope):
         data_alone = prepare(target, task, alone)
         assert_features_near(data.inputs.features[:, part], data_alone.inputs.features)
         share = float(data_alone.num_trained / data.num_trained)
-        of_part, gradient = plain(draft, target["head"]["weight"], task, data_alone)
+        of_part, gradient, _ = plain(draft, target["head"]["weight"], task, data_alone)
         want += share * of_part
         total = jax.tree.map(lambda a, b, s=share: a + s * b, total, gradient)
     np.testing.assert_allclose(losses.total, want, rtol=1e-5)
@@ -327,7 +335,7 @@ def test_shared_keys_and_values_stay_shared(target, draft):
     state, _ = step(init_state(jax.tree.map(jnp.copy, start), SGD), target, BATCH, KEY)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(KEY, 0), jnp.arange(B))
     data = prepare(target, TASK, BATCH, keys)
-    _, gradients = plain(start, target["head"]["weight"], TASK, data)
+    _, gradients, _ = plain(start, target["head"]["weight"], TASK, data)
     after = state.params["specialists"]["attention"]
     for name in ("k", "v"):
         weight, of_weight = after[name]["weight"], gradients["specialists"]["attention"][name]

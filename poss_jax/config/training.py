@@ -47,6 +47,10 @@ class ObjectiveConfig:
         negative log of the rate.
       lk_eta: How fast `lambda` leaves the cross-entropy as the rate grows.
       depth_weights: Weight of each depth's loss, one per depth; empty gives all 1.
+      depth_weighting: `fixed`, or `reach`: a row's weight at a depth is multiplied by the
+        probability that verification gets there, the product of the draft's acceptance rates at
+        the depths before; then all are divided by their mean, so the learning rate keeps its
+        meaning.
       trained_rows: Rows to train: `label`, rows whose predicted token and whose read token belong
         to an answer; or `token`, as in the reference, rows whose own token does. That token stands
         before the read one, so the first drafted token of an answer is never trained and the one
@@ -66,6 +70,7 @@ class ObjectiveConfig:
     lk: Literal["lambda", "alpha"] = "lambda"
     lk_eta: PositiveOrZero = 3.0
     depth_weights: tuple[PositiveOrZero, ...] = ()
+    depth_weighting: Literal["fixed", "reach"] = "fixed"
     trained_rows: Literal["label", "token"] = "label"
     average_over: Literal["trained", "all"] = "trained"
     feature_noise: PositiveOrZero = 0.1

@@ -23,10 +23,11 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError
-from poss_jax.learn.losses import DraftLosses, describe_targets, draft_losses
+from poss_jax.learn.losses import DraftLosses, acceptance_rate, describe_targets, draft_losses
 from poss_jax.learn.recursion import (
     DraftInputs,
     add_gradients,
+    next_reach,
     run_further,
     shared_params,
     take_specialist,
@@ -194,21 +195,29 @@ def chain_gradients(
       each [R].
     """
     dtype, R, first = head.dtype, task.draft.trained_depth, task.first_trained_depth
-    block = task.step.attention_block
-    states, streams, _ = unroll_chains(
-        cast(draft, dtype), task.draft, data.inputs, R, lambda *_: None, block=block
+    block, narrow = task.step.attention_block, cast(draft, dtype)
+    reach = task.first_reach(data)
+    visit = (lambda *_: None) if reach is None else partial(_accept, narrow, task, data)
+    states, streams, accepted = unroll_chains(
+        narrow, task.draft, data.inputs, R, visit, block=block
     )
+    if reach is not None:
+        _, reach = lax.scan(
+            lambda reach, rate: (next_reach(reach, rate, data.inputs.documents), reach),
+            reach,
+            accepted,
+        )
     kept = streams, (data.targets.expected_head, data.targets.top_expected_head)
     run = partial(_run_step, task, data, dtype)
 
-    def look(_: None, step: tuple[Array, ...]):
-        index, specialist, state = step
-        return None, run(index, *take_specialist(draft, specialist), state, *kept)[1]
+    def look(_: None, step: tuple[Any, ...]):
+        index, specialist, state, reach = step
+        return None, run(index, reach, *take_specialist(draft, specialist), state, *kept)[1]
 
-    def go_back(carry: Backward, step: tuple[Array, ...]):
-        index, specialist, state = step
+    def go_back(carry: Backward, step: tuple[Any, ...]):
+        index, specialist, state, reach = step
         inputs = *take_specialist(draft, specialist), state, *kept
-        (_, new, loss), pull, losses = jax.vjp(partial(run, index), *inputs, has_aux=True)
+        (_, new, loss), pull, losses = jax.vjp(partial(run, index, reach), *inputs, has_aux=True)
         grad_new = jax.tree.map(lambda of, leaf: of[index].astype(leaf.dtype), carry.streams, new)
         *parts, state, of_streams, of_expected = pull((carry.state, grad_new, jnp.ones_like(loss)))
         return Backward(
@@ -219,9 +228,10 @@ def chain_gradients(
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (draft, *kept))
     carry = Backward(zeros[0], jnp.zeros_like(states[0]), *zeros[1:])
-    steps = *_steps(task.draft, R), states
-    _, untrained = lax.scan(look, None, tuple(leaf[:first] for leaf in steps))
-    carry, trained = lax.scan(go_back, carry, tuple(leaf[first:] for leaf in steps), reverse=True)
+    steps = *_steps(task.draft, R), states, reach
+    _, untrained = lax.scan(look, None, jax.tree.map(lambda leaf: leaf[:first], steps))
+    steps = jax.tree.map(lambda leaf: leaf[first:], steps)
+    carry, trained = lax.scan(go_back, carry, steps, reverse=True)
     losses = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), untrained, trained)
     outside = partial(_outside_of_steps, head=head, task=task, data=data)
     _, pull = jax.vjp(outside, shared_params(draft))
@@ -251,6 +261,7 @@ def _run_step(
     data: DraftData,
     dtype: Any,
     index: Array,
+    reach: Array | None,
     shared: Params,
     specialist: Params,
     state: Array,
@@ -274,9 +285,17 @@ def _run_step(
         task.objective,
         chunk=task.step.vocabulary_chunk,
         trains_head=True,
+        reach=reach,
     )
     state = family_of(config).feed_back(shared, config, prediction)
     return (state, new, task.depth_weights()[index] * losses.total), losses
+
+
+def _accept(draft: Params, task: DraftTask, data: DraftData, index: Array, prediction: Array):
+    """Computes the acceptance rates of one step, at the rows that it predicts."""
+    rows = place_predictions(draft, task.draft, prediction, index)
+    head, chunk = gather_head(draft["head"]["weight"]), task.step.vocabulary_chunk
+    return acceptance_rate(head, rows, data.targets, chunk=chunk)
 
 
 def place_predictions(

@@ -68,7 +68,7 @@ class TargetRows(struct.PyTreeNode):
       top_expected_head: that mean's part from the K most likely tokens; None if the
         objective has no such term.
       top_mass: probability of those K tokens; None likewise.
-      likely: the target's distribution; None if the objective has no LK term.
+      likely: the target's distribution; None if the objective compares no probabilities by token.
       tokens: the most likely token that the draft can propose, in the draft's numbering.
       is_known: whether the draft can propose the target's most likely token.
     """
@@ -85,7 +85,8 @@ class TargetRows(struct.PyTreeNode):
 class DraftLosses(struct.PyTreeNode):
     """Loss terms of one depth, averaged over trained rows; `total` weighs them.
 
-    `lk` is None unless the objective has it.
+    `lk` is None unless the objective has it, `reach`, the mean weight of the rows, unless they are
+    weighted.
     """
 
     feature: Array  # []
@@ -93,6 +94,7 @@ class DraftLosses(struct.PyTreeNode):
     top_k: Array  # []
     lk: Array | None  # []
     total: Array  # []
+    reach: Array | None  # []
 
 
 def describe_targets(
@@ -117,11 +119,12 @@ def describe_targets(
     """
     proposed = head if vocabulary is None else head[vocabulary]
     draft_head = proposed if draft_head is None else draft_head
+    needs_likely = objective.lk_weight or objective.depth_weighting == "reach"
 
     def of_chunk(rows: Array) -> tuple[Array | None, ...]:
         logits, read_by = _logits(rows, head), draft_head.astype(rows.dtype)
         is_known = jnp.ones(rows.shape[:-1], bool)
-        log_z = jax.nn.logsumexp(logits, axis=-1) if objective.lk_weight else None
+        log_z = jax.nn.logsumexp(logits, axis=-1) if needs_likely else None
         if vocabulary is not None:
             is_known = jnp.zeros(len(head), bool).at[vocabulary].set(True)[logits.argmax(axis=-1)]
             logits = logits[..., vocabulary]
@@ -153,6 +156,7 @@ def draft_losses(
     chunk: int,
     trains_head: bool = False,
     deviations: Float[Array, " D"] | None = None,
+    reach: Float[Array, "B T"] | None = None,
 ) -> DraftLosses:
     """Loss of the features predicted at one depth.
 
@@ -165,6 +169,7 @@ def draft_losses(
       chunk: see `describe_targets`.
       trains_head: whether the head is trained, too. Static.
       deviations: units of the feature term's differences, per dimension; None: 1.
+      reach: weights of the rows; None: 1.
     """
     normalise: Any = trained_log_normaliser if trains_head else log_normaliser
     accept: Any = trained_log_acceptance if trains_head else log_acceptance
@@ -173,7 +178,8 @@ def draft_losses(
     draftable = loss_mask & targets.is_known
 
     def averaged(mask: Array, per_row: Array) -> Array:
-        return jnp.where(mask, per_row, 0.0).sum() / (num_trained + 1e-5)
+        weighted = per_row if reach is None else per_row * reach
+        return jnp.where(mask, weighted, 0.0).sum() / (num_trained + 1e-5)
 
     feature = averaged(loss_mask, _feature_loss(predictions, targets.features, deviations))
     cross_entropy = log_z - (predictions * targets.expected_head).sum(axis=-1)
@@ -188,11 +194,36 @@ def draft_losses(
         + objective.top_k_weight * of_top
     )
     lk = None
-    if targets.likely is not None:
+    if objective.lk_weight and targets.likely is not None:
         log_alpha = accept(head, predictions, targets.likely, chunk, dtype)
         lk = averaged(draftable, _lk_loss(log_alpha, cross_entropy, objective))
         total += objective.lk_weight * lk
-    return DraftLosses(feature=feature, probability=probability, top_k=of_top, lk=lk, total=total)
+    mean_reach = None if reach is None else averaged(loss_mask, jnp.ones_like(reach))
+    return DraftLosses(
+        feature=feature,
+        probability=probability,
+        top_k=of_top,
+        lk=lk,
+        total=total,
+        reach=mean_reach,
+    )
+
+
+def acceptance_rate(
+    head: Float[Array, "V D"],
+    predictions: Float[Array, "B T D"],
+    targets: TargetRows,
+    *,
+    chunk: int,
+) -> Float[Array, "B T"]:
+    """Probability that the token drafted at a row is accepted at temperature 1; has no gradient.
+
+    Arguments: see `draft_losses`; the targets have `likely`.
+    """
+    assert targets.likely is not None, "see describe_targets"
+    head, rows = lax.stop_gradient((head, predictions.astype(jnp.float32)))
+    dtype = predictions.dtype
+    return jnp.exp(trained_log_acceptance(head, rows, targets.likely, chunk, dtype))
 
 
 def language_model_loss(

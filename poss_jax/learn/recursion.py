@@ -302,6 +302,17 @@ def _next_version(prediction: Float[Array, "B T D"], inputs: DraftInputs) -> Flo
     return lax.stop_gradient(split_batch(newest))
 
 
+def next_reach(
+    reach: Float[Array, "B T"], acceptance: Float[Array, "B T"], documents: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Probability that verification gets to every row at the next depth.
+
+    The chain that is at row r at depth d was at row r - 1 at depth d - 1, and began d rows before.
+    A row with less text before it has no such chain.
+    """
+    return jnp.where(positions_in(documents) == 0, 0.0, jnp.roll(reach * acceptance, 1, axis=1))
+
+
 def _keys_values(
     config: DraftConfig, weights: Params, rows: Diagonals, age: Int[Array, ""]
 ) -> tuple[Array, Array]:

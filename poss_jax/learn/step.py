@@ -15,11 +15,12 @@ import optax
 from jax import lax
 
 from poss_jax.learn.chains import chain_gradients
-from poss_jax.learn.losses import DraftLosses, draft_losses
+from poss_jax.learn.losses import DraftLosses, acceptance_rate, draft_losses
 from poss_jax.learn.recursion import (
     Depth,
     add_gradients,
     first_version,
+    next_reach,
     predict,
     shared_params,
     take_specialist,
@@ -58,28 +59,37 @@ def draft_gradients(
     return gradients, losses
 
 
+Carry = tuple[Params, Array | None]
+"""(gradients so far, reach of the depth or None)"""
+
+
 def _gradients(
     draft: Params, head: Array, task: DraftTask, data: DraftData
 ) -> tuple[Params, DraftLosses]:
     R, first, weights = task.draft.trained_depth, task.first_trained_depth, task.depth_weights()
 
-    def loss(shared: Params, specialist: Params, depth: Depth):
-        return _depth_loss(shared, specialist, weights[depth.index], head, task, data, depth)
+    def loss(shared: Params, specialist: Params, depth: Depth, reach: Array | None):
+        weight = weights[depth.index]
+        return _depth_loss(shared, specialist, weight, head, task, data, depth, reach)
 
-    def visit(depth: Depth, gradients: Params):
-        _, (prediction, losses) = loss(*take_specialist(draft, depth.specialist), depth)
-        return prediction, gradients, losses
-
-    def train(depth: Depth, gradients: Params):
+    def visit(depth: Depth, carry: Carry):
+        gradients, reach = carry
         parts = take_specialist(draft, depth.specialist)
-        grads, (prediction, losses) = jax.grad(loss, argnums=(0, 1), has_aux=True)(*parts, depth)
-        return prediction, add_gradients(gradients, depth.specialist, *grads), losses
+        _, (prediction, losses, reach) = loss(*parts, depth, reach)
+        return prediction, (gradients, reach), losses
+
+    def train(depth: Depth, carry: Carry):
+        gradients, reach = carry
+        parts = take_specialist(draft, depth.specialist)
+        differentiate = jax.grad(loss, argnums=(0, 1), has_aux=True)
+        grads, (prediction, losses, reach) = differentiate(*parts, depth, reach)
+        return prediction, (add_gradients(gradients, depth.specialist, *grads), reach), losses
 
     run = partial(unroll, task.draft, data.inputs)
     versions = first_version(data.inputs.features, R)
-    gradients = jax.tree.map(jnp.zeros_like, draft)
-    versions, gradients, untrained = run(versions, gradients, visit, range(first))
-    _, gradients, losses = run(versions, gradients, train, range(first, R))
+    carry = jax.tree.map(jnp.zeros_like, draft), task.first_reach(data)
+    versions, carry, untrained = run(versions, carry, visit, range(first))
+    _, (gradients, _), losses = run(versions, carry, train, range(first, R))
     if task.draft.kv == "shared":
         gradients = share_keys_values(gradients, lambda leaf: leaf.sum(axis=0, keepdims=True))
     return gradients, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), untrained, losses)
@@ -93,22 +103,28 @@ def _depth_loss(
     task: DraftTask,
     data: DraftData,
     depth: Depth,
-) -> tuple[Array, tuple[Array, DraftLosses]]:
-    """Computes (weighted loss of one depth, (prediction, loss terms)) in the head's dtype."""
+    reach: Array | None,
+) -> tuple[Array, tuple[Array, DraftLosses, Array | None]]:
+    """Computes (weighted loss of one depth, (prediction, loss terms, reach of the next depth))."""
     shared, specialist = cast(shared, head.dtype), cast(specialist, head.dtype)
     block, chunk = task.step.attention_block, task.step.vocabulary_chunk
     prediction = predict(shared, specialist, task.draft, data.inputs, depth, block=block)
+    rows = family_of(task.draft).read(shared, task.draft, prediction)
     losses = draft_losses(
         head,
-        family_of(task.draft).read(shared, task.draft, prediction),
+        rows,
         data.targets,
         data.loss_mask,
         data.num_trained,
         task.objective,
         chunk=chunk,
         deviations=task.feature_deviations,
+        reach=reach,
     )
-    return weight * losses.total, (prediction, losses)
+    if reach is not None:
+        accepted = acceptance_rate(head, rows, data.targets, chunk=chunk)
+        reach = next_reach(reach, accepted, data.inputs.documents)
+    return weight * losses.total, (prediction, losses, reach)
 
 
 def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) -> Callable:
@@ -140,6 +156,10 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         gradients, losses = lax.scan(of_part, zeros, parts)
         of_depth = losses.total.sum(axis=0)
+        if losses.reach is not None:
+            reach = losses.reach.sum(axis=0) * num_trained / jnp.maximum(count(is_trained), 1.0)
+            of_depth /= jnp.maximum(reach, 1e-30)
+            gradients = _normalise(gradients, reach, task)
         metrics = {
             "loss": of_depth.mean(),
             "loss_per_depth": of_depth,
@@ -148,6 +168,17 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
         return update_state(state, gradients, optimizer, _is_trained(task, state.params)), metrics
 
     return step
+
+
+def _normalise(gradients: Params, reach: Float[Array, " R"], task: DraftTask) -> Params:
+    """Divides gradients by the mean reach over trained rows and depths, weighted as these are.
+
+    So the weights add up to what `depth_weights` alone do, and clipping and learning rate mean the
+    same. A mean of all depths leaves them their proportions, those of the accepted length.
+    """
+    weights = task.depth_weights()[task.first_trained_depth :]
+    mean = (weights * reach[task.first_trained_depth :]).sum() / weights.sum()
+    return jax.tree.map(lambda leaf: leaf / jnp.maximum(mean, 1e-30), gradients)
 
 
 def _is_trained(task: DraftTask, draft: Params) -> Params:

@@ -55,6 +55,11 @@ class DraftTask(NamedTuple):
         depths = range(self.draft.trained_depth)
         return sum(self.draft.specialist_at(depth) < self.num_frozen for depth in depths)
 
+    def first_reach(self, data: "DraftData") -> Float[Array, "B T"] | None:
+        """Reach of every row at depth 0; None if rows are not weighted by it."""
+        is_weighted = self.objective.depth_weighting == "reach"
+        return jnp.ones(data.loss_mask.shape) if is_weighted else None
+
     def depth_weights(self) -> Float[Array, " R"]:
         """Weight of the loss of every depth."""
         weights = self.objective.depth_weights or (1.0,) * self.draft.trained_depth
