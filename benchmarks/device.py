@@ -72,7 +72,7 @@ def list_stages(sizes: Mapping[str, Any]) -> list[Stage]:
     server = f"{pair} server --contexts {{own}} --clients {{clients}} --methods poss3"
     quantised = f"{pair} methods --trees {{tree}} --contexts {{own}} --quantise"
     drafts = {"EAGLE-2": "eagle", "EAGLE-3": "eagle3", "PosS-1": "poss1", "MTP": "mtp3"}
-    drafts |= {"PosS-1 on EAGLE-3": "poss1_e3"}
+    drafts |= {"PosS-1 by reach": "poss1_reach", "PosS-1 on EAGLE-3": "poss1_e3"}
     models = [f"--draft '{name}=runs/smollm2/{run}/model'" for name, run in drafts.items()]
     table = {
         "kernels": (90, 'JAX_PLATFORMS= "$PY" -m pytest -q -m device tests/test_used_rows.py'),
@@ -82,7 +82,10 @@ def list_stages(sizes: Mapping[str, Any]) -> list[Stage]:
         "exact": (60, f"XLA_FLAGS=--xla_allow_excess_precision=false {subset}"),
         "chains": (60, f"{pair} methods --trees {{chain}} --contexts {{own}} --methods poss3"),
         "chats": (400, "{make} DRAFTS= bash configs/smollm2/all.sh"),
-        "drafts": (400, "{make} DRAFTS='poss1 mtp3 poss1_e3' bash configs/smollm2/all.sh"),
+        "drafts": (
+            400,
+            "{make} DRAFTS='poss1 poss1_reach mtp3 poss1_e3' bash configs/smollm2/all.sh",
+        ),
         "smollm2": (
             150,
             '"$PY" -m infer.bench --config configs/smollm2/demo.yaml --target runs/smollm2/target '

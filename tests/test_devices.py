@@ -41,12 +41,20 @@ TASK = DraftTask(
     objective=ObjectiveConfig(),
     step=StepConfig(vocabulary_chunk=5, attention_block=5),
 )
-DEEP = TASK._replace(draft=replace(TASK.draft, layers_per_specialist=(2, 1)))
+DEEP = TASK._replace(
+    draft=replace(TASK.draft, layers_per_specialist=(2, 1)),
+    objective=ObjectiveConfig(depth_weighting="reach"),
+)
 CHAINS = TASK._replace(
     draft=replace(
         TASK.draft, family="eagle3", kv="shared", aux_layers=(0, 1), head_size=32, fc_bias=False
     ),
-    objective=ObjectiveConfig(feature_weight=0.0, probability_weight=1.0, average_over="all"),
+    objective=ObjectiveConfig(
+        feature_weight=0.0,
+        probability_weight=1.0,
+        average_over="all",
+        depth_weighting="reach",
+    ),
     vocabulary=tuple(range(0, 64, 2)),
 )
 STEPS = 3
@@ -152,7 +160,8 @@ def test_a_part_that_several_devices_hold_is_read_once():
 def config_for(runs: Runs, folder: Path, **changes: Any) -> str:
     """Eight steps of PosS-1, saved after the third and the sixth."""
     spans = {"positions_per_specialist": [1, 1], "depth": 2}
-    values = DRAFT | {"specialists": spans}
+    objective = {"depth_weighting": "reach"}
+    values = DRAFT | {"specialists": spans, "objective": objective}
     values |= {"target": runs.model("target"), "output": str(folder), "data": runs.data}
     budget = {"num_tokens": 8 * 64, "checkpoint_every": 3}
     return write_config(folder.parent / f"{folder.name}-configs", values | budget | changes)

@@ -67,7 +67,7 @@ def test_gradients_equal_a_plain_step() -> None:
     got, losses = jax.jit(draft_gradients, static_argnums=2)(draft, head, task, data)
     rows = data.inputs.features, data.inputs.embedded, data.targets.features, data.loss_mask
     plain = jax.jit(plain_gradients, static_argnums=(2, 3))
-    of_depths, want = plain(draft, head, task.draft, task.objective, PlainBatch(*rows))
+    of_depths, want, _ = plain(draft, head, task.draft, task.objective, PlainBatch(*rows))
     np.testing.assert_allclose(losses.total, of_depths, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.linalg.norm(np.asarray(a - b)) <= 1e-5 * np.linalg.norm(np.asarray(b))

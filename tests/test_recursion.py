@@ -16,7 +16,7 @@ from models import (
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import drafting
 from poss_jax.decode.drafting import commit_pairs, join_pairs
-from poss_jax.learn.recursion import DraftInputs, first_version, unroll
+from poss_jax.learn.recursion import DraftInputs, first_version, next_reach, unroll
 from poss_jax.model.cache import init_cache
 from poss_jax.model.documents import encode
 from poss_jax.model.families import family_of
@@ -117,6 +117,15 @@ def draft_chains(config, params, tokens, features, starts, depth):
     roots = rows[jnp.arange(batch), starts][:, None]
     drafting.draft(params, config, tree, cache, roots, follow_the_text)
     return seen
+
+
+def test_reach_is_the_product_of_rates_before():
+    """A chain is a row further at each depth, and ends with its document."""
+    documents = jnp.array([[1, 1, 1, 1, 2, 2]])
+    first = next_reach(jnp.ones((1, 6)), jnp.array([[0.5, 0.4, 0.2, 0.1, 0.8, 0.3]]), documents)
+    np.testing.assert_allclose(first, [[0.0, 0.5, 0.4, 0.2, 0.0, 0.8]])
+    second = next_reach(first, jnp.array([[0.9, 0.5, 0.5, 0.25, 0.7, 0.5]]), documents)
+    np.testing.assert_allclose(second, [[0.0, 0.0, 0.25, 0.2, 0.0, 0.0]])
 
 
 def test_versions_move_one_row_per_depth():

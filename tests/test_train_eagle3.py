@@ -17,6 +17,7 @@ from poss_jax.checkpoint.folder import load_draft, write_model
 from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
+from poss_jax.learn.chains import has_prediction, place_predictions, unroll_chains
 from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftTask, own_head, prepare_draft_data
 from poss_jax.learn.validation import make_draft_validation
@@ -228,7 +229,7 @@ def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any, rope:
     task = TASK._replace(
         target=dataclasses.replace(LLAMA, rope=rope),
         draft=dataclasses.replace(TASK.draft, layer=layer),
-        objective=dataclasses.replace(TASK.objective, lk_weight=0.7),
+        objective=dataclasses.replace(TASK.objective, lk_weight=0.7, depth_weighting="reach"),
     )
     documents = jnp.where(jnp.arange(T) < cut, 1, 2)
     together = BATCH.replace(documents=jnp.broadcast_to(documents[None], (B, T)))
@@ -239,6 +240,39 @@ def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any, rope:
     ]
     apart = [gradients_of(draft, target, part, task) for part in parts]
     assert_close(gradients_of(draft, target, together, task), jax.tree.map(jnp.add, *apart))
+
+
+def test_rows_weigh_what_verification_reaches(draft: Any, target: Any) -> None:
+    """A row's weight is the product of its chain's overlaps, a constant of the gradient."""
+    objective = dataclasses.replace(TASK.objective, depth_weighting="reach")
+    task, ids = TASK._replace(objective=objective), TASK.vocabulary_ids
+    one = jnp.ones(())
+    data = prepare_draft_data(target, task, BATCH, num_trained=one, own_head=own_head(draft))
+    p = jax.nn.softmax(data.targets.features @ target["head"]["weight"].T)[..., ids]
+    renormalised = p / p.sum(axis=-1, keepdims=True)
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def plain(draft: Any) -> Any:
+        def visit(index: jax.Array, prediction: jax.Array) -> jax.Array:
+            return place_predictions(draft, task.draft, prediction, index)
+
+        *_, rows = unroll_chains(draft, task.draft, data.inputs, R, visit, block=T)
+        log_q = jax.nn.log_softmax(rows @ draft["head"]["weight"].T)
+        overlaps = jnp.minimum(jnp.exp(log_q), p[None]).sum(axis=-1)
+        of_rows = -(renormalised[None] * log_q).sum(axis=-1)
+        reach, losses = jnp.ones((B, T)), []
+        for depth in range(R):
+            counts = has_prediction(data, jnp.array(depth)) & data.targets.is_known
+            losses.append(jnp.where(counts, of_rows[depth] * reach, 0.0).sum())
+            reached = jax.lax.stop_gradient(reach * overlaps[depth])
+            reach = jnp.pad(reached[:, :-1], ((0, 0), (1, 0)))
+        return (task.depth_weights() * jnp.stack(losses)).sum(), jnp.stack(losses)
+
+    (_, want), gradients = plain(draft)
+    got, losses = gradients_of(draft, target, BATCH, task)
+    assert_close(losses.total, want)
+    assert_close(got, gradients)
 
 
 def test_gradients_of_a_looped_draft(target: Any) -> None:

@@ -182,6 +182,7 @@ def test_narrow_computation(runs: Runs, plain: Path, tmp_path: Path) -> None:
             ["objective.feature_weight=0", "objective.normalised_features=true"],
             "normalised_features wants a feature_weight above 0",
         ),
+        (["objective.depth_weighting=often"], "'fixed' or 'reach', got 'often'"),
         (["objective.probability_weight=-1"], "probability_weight=-1': Input should be greater"),
         (["objective.depth_weights=[0, 0, 0, 0]"], "want one above 0 at a depth that is trained,"),
         (

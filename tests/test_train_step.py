@@ -13,6 +13,8 @@ from plain_step import PlainBatch, plain_gradients
 
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
+from poss_jax.learn import step as draft_step
+from poss_jax.learn.losses import acceptance_rate, draft_losses
 from poss_jax.learn.pretraining import make_target_step, target_loss
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import draft_gradients, make_draft_step
@@ -276,6 +278,18 @@ def test_packed_documents_equal_rows_of_their_own(target, draft, rope, changes):
         total = jax.tree.map(lambda a, b, s=share: a + s * b, total, gradient)
     np.testing.assert_allclose(losses.total, want, rtol=1e-5)
     assert_near(gradients, total, 1e-5)
+
+
+def test_weights_that_count_their_own_depth_are_noticed(monkeypatch, target, draft):
+    """A planted mistake."""
+
+    def weigh_too_late(head, rows, targets, *arguments, chunk, reach, **options):
+        reach = reach * acceptance_rate(head, rows, targets, chunk=chunk)
+        return draft_losses(head, rows, targets, *arguments, chunk=chunk, reach=reach, **options)
+
+    monkeypatch.setattr(draft_step, "draft_losses", weigh_too_late)
+    with pytest.raises(AssertionError):
+        test_step_equals_a_plain_one(target, draft, STEP, REACH)
 
 
 def test_noise_is_as_wide_as_the_document_is_short(target):
