@@ -123,8 +123,9 @@ def test_masks_of_a_long_text_split_its_beginning(
     mask, text = no_masks(VOCAB_SIZE), b""
     for _ in range(20):
         guide.fill(mask)
-        (token,) = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        guide.advance([int(token)])
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        (token,) = np.flatnonzero(bits).tolist()
+        guide.advance([token])
         text += tokens.tokens[token]
     assert b'"weather weather ' in text + b" " and text in b'"' + b"weather " * 20
     assert lengths and max(lengths) <= tokens._most_forced < 1_000
