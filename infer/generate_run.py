@@ -27,7 +27,7 @@ from poss_jax.engine.dialogue import (
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import choose_sampling, load_engine
-from poss_jax.program.output import announce, check_new_file, print_summary, waiting
+from poss_jax.program.output import announce, check_new_file, model_text, print_summary, waiting
 from poss_jax.program.running import text_marks
 
 _LOG = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Screen:
         parts = []
         for origin, pieces in groupby(chunk.pieces, lambda piece: piece.origin):
             mark, end_mark = self._marks.get(origin, ("", ""))
-            parts.append(mark + "".join(piece.text for piece in pieces) + end_mark)
+            parts.append(mark + model_text("".join(piece.text for piece in pieces)) + end_mark)
         self._is_in_line = True
         sys.stdout.write("".join(parts))
         sys.stdout.flush()
@@ -156,7 +156,7 @@ def answer_prompts(config: GenerateConfig) -> None:
             for index, turn, answer in bar:
                 answered[index, turn] = answer
                 if output is None and not config.stream:
-                    print(answer.output_ids if answer.text is None else answer.text)
+                    print(answer.output_ids if answer.text is None else model_text(answer.text))
         except KeyboardInterrupt as error:
             interruption = error
     screen.end_line()

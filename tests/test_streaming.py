@@ -13,6 +13,7 @@ from test_text import byte_fallback
 from infer.generate import main
 from infer.generate_run import Screen
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
+from poss_jax.engine.text import Piece
 from poss_jax.program.running import BRACKETS, COLOUR, text_marks
 
 N = 24
@@ -316,6 +317,20 @@ def test_terminals_get_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text_marks() == COLOUR
     monkeypatch.setenv("NO_COLOR", "1")
     assert text_marks() == BRACKETS
+
+
+def test_terminals_obey_nothing_in_a_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a title, a cursor moved up, or letters turned around; files get it as it is."""
+    text = "a\x1b]0;title\x07\x9b2A\r\x7f\u202eb\n\té\u200d中"
+    chunk = Chunk([Piece(text, 0)], [], [])
+    Screen(shows_drafts=False).show(chunk)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    Screen(shows_drafts=False).show(chunk)
+    shown = r"a\x1b]0;title\x07\x9b2A\r\x7f\u202eb" + "\n\té\u200d中"
+    assert capsys.readouterr().out == shown
 
 
 def test_interrupted_stream_keeps_what_was_printed_and_the_finished_answers(

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from poss_jax.config.reading import UserError, printable
 T = TypeVar("T")
 
 _LONGEST_FIELD = 100
+# Controls but newline and tab, and what reorders the letters around it.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def add_json(parser: Any) -> None:
@@ -48,6 +51,11 @@ def print_summary(
         shown = format_fields(value) if text is None else text
     if shown:
         sys.stdout.write(f"{shown}\n")
+
+
+def model_text(text: str) -> str:
+    """A model's text for standard output: a terminal obeys nothing in it, so shows it escaped."""
+    return _CONTROL.sub(lambda c: printable(c[0]), text) if sys.stdout.isatty() else text
 
 
 def format_fields(value: dict[str, Any]) -> str:
