@@ -3,21 +3,18 @@
 They lie in `unfinished` of the cache folder until the measurement is finished.
 """
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from poss_jax.checkpoint.record import provenance, read_record
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import config_to_dict
 from poss_jax.engine.prompts import PreparedPrompt
 
-from .bench.measure import Decoder
-from .bench.rates import device_name
+from .bench.measure import Decoder, digest, identify
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,8 +33,8 @@ class Kept:
           program: name of the program.
           made_from: all that decides the results, JSON-compatible.
         """
-        digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
-        self.path = cache_folder() / "unfinished" / f"{program}-{digest[:16]}.jsonl"
+        file = f"{program}-{digest(made_from)[:16]}.jsonl"
+        self.path = cache_folder() / "unfinished" / file
         self._results: dict[str, Any] = {}
         if self.path.is_file():
             lines = self.path.read_text().rpartition("\n")[0]  # the last may be incomplete
@@ -45,6 +42,9 @@ class Kept:
             for line in lines.splitlines():
                 self._results |= json.loads(line)
             _LOG.warning("going on with %d results of %s", len(self._results), self.path)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._results
 
     def get(self, name: str, measure: Callable[[], Any]) -> Any:
         """Returns a result, which is measured unless it was kept; as JSON gives it back."""
@@ -68,12 +68,5 @@ def describe(
     **settings: Any,
 ) -> dict[str, Any]:
     """All that decides texts and times of some decoders, JSON-compatible."""
-    return settings | {
-        "config": config_to_dict(config),
-        "target": decoders[0].engine.fingerprint,
-        "drafts": {name: read_record(folder).fingerprint for name, folder in config.drafts.items()},
-        "trees": {decoder.name: str(decoder.engine.trees) for decoder in decoders},
-        "prompts": [prompt.ids for prompt in prompts],
-        "versions": provenance()["versions"],
-        "device": device_name(),
-    }
+    of_run = {"config": config_to_dict(config), "prompts": [prompt.ids for prompt in prompts]}
+    return settings | of_run | identify(config, decoders)

@@ -44,8 +44,14 @@ _LOG = logging.getLogger(__name__)
 TEMPERATURES = (0.0, 0.3, 1.0)
 MORE_TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)  # low: certain tokens, ties
 FILTERS = ({}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1})
-CHAIN = (6, 1, 7)
-SHAPES = ((2, 8, 32), CHAIN, (6, 1, 5), (4, 2, 8), (3, 2, 6))  # wide, a chain, cut short
+CHAIN = TreeConfig(depth=6, top_k=1, total_tokens=7)
+TREES = (
+    TreeConfig(depth=2, top_k=8, total_tokens=32),  # wide
+    CHAIN,
+    TreeConfig(depth=6, top_k=1, total_tokens=5),  # the others are cut short
+    TreeConfig(depth=4, top_k=2, total_tokens=8),
+    TreeConfig(depth=3, top_k=2, total_tokens=6),
+)
 BATCH_SIZES = (1, 4)
 MAX_ROUNDING = 1e-4  # of float32 logits; beyond it, the two forwards do not compute the same
 
@@ -86,7 +92,8 @@ def check_lossless(
     temperatures = MORE_TEMPERATURES if is_thorough else TEMPERATURES
     jobs = list(draw_jobs(baseline.engine, prompts, temperatures))
     settings = [s for draft in drafts for s in list_settings(draft, is_thorough=is_thorough)]
-    total = len(jobs) * (1 + len(settings))
+    names = [baseline.name, *(setting.name for setting in settings)]
+    total = len(jobs) * sum(name not in kept for name in names)
     minutes = total * time_answer(baseline.engine, jobs[0]) / 60
     _LOG.warning("%d answers, about %.0f min and compilation", total, max(minutes, 1))
     with progress_bar(total=total, desc="check lossless", unit="answer") as progress:
@@ -126,17 +133,15 @@ def draw_jobs(
 def list_settings(decoder: Decoder, *, is_thorough: bool) -> Iterator[Setting]:
     """The draft's own tree alone and a chain in batches; thoroughly, all combinations.
 
-    These are the own tree with coupled and argmax drafts, and `SHAPES`, alone and in batches.
+    These are the own tree with coupled and argmax drafts, and `TREES`, alone and in batches.
     """
     default = tree_for(decoder.engine.trees, 1) or default_tree()
     if not is_thorough:
         yield Setting(decoder.name, decoder.engine.with_tree(default), default, BATCH_SIZES[0])
-        chain = TreeConfig(**dict(zip(("depth", "top_k", "total_tokens"), CHAIN, strict=True)))
-        yield Setting(decoder.name, decoder.engine.with_tree(chain), chain, BATCH_SIZES[-1])
+        yield Setting(decoder.name, decoder.engine.with_tree(CHAIN), CHAIN, BATCH_SIZES[-1])
         return
-    trees: set[tuple[TreeConfig, Drafting]] = {(default, "coupled"), (default, "argmax")}
-    for depth, top_k, total_tokens in SHAPES:
-        trees.add((TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens), "coupled"))
+    trees: set[tuple[TreeConfig, Drafting]] = {(default, "argmax")}
+    trees |= {(tree, "coupled") for tree in (default, *TREES)}
     for (tree, drafting), size in product(sorted(trees, key=str), BATCH_SIZES):
         engine = decoder.engine.with_tree(tree, drafting=drafting)
         yield Setting(decoder.name, engine, tree, size)

@@ -12,12 +12,14 @@ import pytest
 from models import one_layout
 from programs import Runs, copy_model, generate, refusal, write_lines
 
-from infer.bench.__main__ import main
+from infer.kept import Kept
 from infer.tune import run as tuning
 from infer.tune import search
+from infer.tune.__main__ import main
 from infer.tune.search import (
     Costs,
     Recording,
+    Tuning,
     choose_few,
     predict,
     predict_all,
@@ -68,7 +70,12 @@ def test_the_path_of_a_text_is_ranked_among_the_candidates() -> None:
     assert ranked(7, 7) == [[none, none], [none, none]]
 
 
-def test_predicted_rounds_are_those_that_run(runs: Runs) -> None:
+def test_predicted_rounds_are_those_that_run(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a recording that an interrupted run kept."""
+    monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(search, "_TOP_KS", {"cpu": (3,)})
     engine = Engine.load(runs.model("target"), runs.model("poss2"))
     prompts = [
         engine.prepare(text, 24, SamplingConfig(temperature=temperature, seed=3))
@@ -76,7 +83,9 @@ def test_predicted_rounds_are_those_that_run(runs: Runs) -> None:
     ]
     total = 0
     with one_layout(num_biased=0):
-        recording = record_all(engine, prompts, 2, [3])[3]
+        record_all(Tuning("P", engine, prompts, [1], Kept("tune", {})), 2)
+        monkeypatch.setattr(search, "record", None)
+        recording = record_all(Tuning("P", engine, prompts, [1], Kept("tune", {})), 2)[3]
         trees = tree(2, 3, 13), tree(2, 3, 3)
         decoded = [engine.with_tree(one).decode(prompts) for one in trees]
     for one, answers in zip(trees, decoded, strict=True):
@@ -84,6 +93,25 @@ def test_predicted_rounds_are_those_that_run(runs: Runs) -> None:
         assert recording.lengths == [len(answer.output_ids) for answer in answers]
         total += sum(sum(answer.accepted_per_round) for answer in answers)
     assert total > 20  # otherwise nothing was predicted
+
+
+def test_what_is_kept_takes_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(search, "_TOP_KS", {"cpu": (1, 2)})
+    engine: Any = SimpleNamespace(weights=SimpleNamespace(draft={"head": {"weight": np.ones(9)}}))
+    tuning = Tuning("P", engine, [], [1, 4], Kept("tune", {}))
+    passes, compilations = 2 * (1 + 3) * (search._CONFIRMED + 2), search._COMPILE_SECONDS
+
+    def estimate() -> float:
+        return tuning.estimate_seconds(10.0, 3)
+
+    assert estimate() == 10 * (2 * search._RECORDING_WEIGHT + passes) + 3 * compilations
+    tuning.kept.get(tuning.of_recording(1), lambda: None)
+    assert estimate() == 10 * (search._RECORDING_WEIGHT + passes) + 3 * compilations
+    tuning.kept.get(tuning.of_size(4), lambda: None)
+    assert estimate() == 10 * (search._RECORDING_WEIGHT + passes / 2) + 2 * compilations
+    tuning.kept.get(tuning.of_size(1), lambda: None)
+    assert estimate() == 0  # without the other recording
 
 
 COSTS = Costs(
@@ -236,7 +264,7 @@ def test_trees_are_tuned_and_used(
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     prompts = write_lines(tmp_path / "prompts", *({"prompt": text} for text in PROMPTS[:2]))
     models = ["--target", runs.model("target"), "--draft", f"P={draft}", "--prompts", prompts]
-    numbers = "--num-prompts 2 --max-new-tokens 6 --repeats 1 --autotune --batch-sizes 2".split()
+    numbers = "--num-prompts 2 --max-new-tokens 6 --repeats 1 --batch-sizes 2".split()
     main([*models, *numbers])
     table, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     report = json.loads(last)
@@ -255,8 +283,9 @@ def test_trees_are_tuned_and_used(
 def test_the_fastest_vocabulary_is_kept_beside_the_trees(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wins: bool
 ) -> None:
-    def tune(engine: Engine, prompts: object, sizes: list[int], **settings: object) -> dict:
-        is_small = len(engine.weights.draft["head"]["weight"]) == 3
+    def tune(tuning: Tuning, **settings: object) -> dict:
+        is_small = len(tuning.engine.weights.draft["head"]["weight"]) == 3
+        names.append(tuning.name)
         row = {"ratio": 2.0 if is_small == wins else 1.0, "tokens_per_second": 9.0}
         row |= {"predicted": None, "acceptance_length": 1.0}
         return {1: {"best": asdict(SMALL), "methods": {search.tree_name(SMALL): row}}}
@@ -265,11 +294,13 @@ def test_the_fastest_vocabulary_is_kept_beside_the_trees(
     monkeypatch.setattr(tuning, "tune", tune)
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     file = tmp_path / "few.json"
-    write_draft_vocabulary(file, DraftVocabulary(vocab_size=300, tokens=(4, 5, 6)))
-    arguments = ["--target", runs.model("target"), "--draft", f"P={draft}", "--autotune"]
-    for _ in range(2):  # what was tuned before is not looked at
+    arguments = ["--target", runs.model("target"), "--draft", f"P={draft}"]
+    names = list[str]()
+    for tokens in ((4, 5, 7), (4, 5, 6)):  # what was tuned before is not looked at
+        write_draft_vocabulary(file, DraftVocabulary(vocab_size=300, tokens=tokens))
         words = "--num-prompts 1 --temperatures 1 --try-vocabulary"
         main([*arguments, *words.split(), str(file)])
+    assert names[0] == names[2] and len({*names}) == 3  # the file is known by its tokens
     assert '"temperature": 1' in tuned_file(draft).read_text()
     tuned = Engine.load(runs.model("target"), draft)
     assert tuned.trees == {1: SMALL}
@@ -291,8 +322,6 @@ def test_the_fastest_vocabulary_is_kept_beside_the_trees(
 def test_refusals(runs: Runs, tmp_path: Path, options: str, error: str) -> None:
     there = write_lines(tmp_path / "prompts", {"prompt": "def"}, {"prompt": "class"})
     filled = options.format(poss2=runs.model("poss2"), there=there).replace(" x", f" {tmp_path}/x")
-    arguments = ["--target", runs.model("target"), "--prompts", there, "--autotune"]
+    arguments = ["--target", runs.model("target"), "--prompts", there]
     assert error in refusal(main, *arguments, *filled.split())
-    alone = refusal(main, *arguments[:-1], "--batch-sizes", "1,4")
-    assert alone == "unknown option --batch-sizes; did you mean --batch-size?"
     assert not (tmp_path / "x").exists()

@@ -2,10 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from infer.kept import Kept
+from infer.bench import measure
+from infer.bench.compare import settings_of
+from infer.bench.measure import AUTOREGRESSIVE, Decoder
+from infer.kept import Kept, describe
+from poss_jax.config.bench import BenchConfig
 
 
 @pytest.fixture
@@ -44,3 +51,31 @@ def test_line_that_was_being_written_is_measured_again() -> None:
     again = Kept("tune", {})
     assert again.get("b", lambda: 3) == 3
     assert Kept("tune", {}).get("b", never) == 3
+
+
+@pytest.mark.parametrize("changed", ["vocabulary", "trees", "weights", "device", "int8_products"])
+def test_what_decides_results_is_known_by_its_content(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a resumed measurement as of a benchmark."""
+    of_run = {"vocabulary": (1, 2), "trees": {1: None}, "weights": "a"}
+    of_run |= {"device": "cpu", "int8_products": "integer"}
+
+    def identify(**fields: Any) -> list[Any]:
+        draft = {"vocabulary": np.array(fields["vocabulary"])}
+        weights = SimpleNamespace(draft=draft)
+        engine: Any = SimpleNamespace(trees=fields["trees"], weights=weights)
+        record = SimpleNamespace(fingerprint=fields["weights"])
+        process = {"int8_products": fields["int8_products"], "versions": versions}
+        monkeypatch.setattr(measure, "read_record", lambda folder: record)
+        monkeypatch.setattr(measure, "provenance", lambda: process)
+        monkeypatch.setattr(measure, "device_name", lambda: fields["device"])
+        decoders = [Decoder(AUTOREGRESSIVE, engine), Decoder("P", engine)]
+        return [describe(config, decoders, []), settings_of(config, decoders, {})]
+
+    versions = {"jax": "1", "poss_jax": "2", "python": "3"}
+    config = BenchConfig(target="t", drafts={"P": "d"}, draft_vocabulary="v.json")
+    before = identify(**of_run)
+    assert identify(**of_run) == before
+    for old, new in zip(before, identify(**of_run | {changed: (3,)}), strict=True):
+        assert old != new

@@ -11,7 +11,7 @@ from programs import Runs, write_lines
 from test_distribution import raw_bonus
 
 from infer import lossless_run
-from infer.bench.__main__ import main
+from infer.lossless import main
 from infer.lossless_run import Scores, examine
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode import speculate
@@ -77,14 +77,14 @@ def test_other_noise_is_a_failure():
 def arguments(runs: Runs, tmp_path) -> list[str]:
     prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "def area_7"}, {"prompt": "de"})
     options = ["--target", runs.model("target"), "--draft", f"PosS-2={runs.model('poss2')}"]
-    return [*options, "--prompts", prompts, "--max-new-tokens", "16", "--check-lossless"]
+    return [*options, "--prompts", prompts, "--max-new-tokens", "16"]
 
 
 @pytest.fixture
 def few_settings(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest tree, in batches, at three temperatures; each tree costs compilations."""
     monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(lossless_run, "CHAIN", (1, 3, 4))
+    monkeypatch.setattr(lossless_run, "CHAIN", TreeConfig(depth=1, top_k=3, total_tokens=4))
     monkeypatch.setattr(lossless_run, "TEMPERATURES", (0.0, 0.1, 1.0))
     every = lossless_run.list_settings
 
@@ -107,7 +107,7 @@ def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys):
 
 @pytest.mark.usefixtures("few_settings")
 def test_interrupted_check_goes_on(runs: Runs, tmp_path, capsys, monkeypatch, caplog):
-    """It says first how long it takes."""
+    """It says first how long it takes: what was kept takes no time."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(lossless_run, "_compare", interrupt)
         main(arguments(runs, tmp_path))
@@ -122,6 +122,7 @@ def test_interrupted_check_goes_on(runs: Runs, tmp_path, capsys, monkeypatch, ca
     monkeypatch.setattr(lossless_run, "_decode", count)
     main(arguments(runs, tmp_path))
     assert decoded == [True]  # answers without the draft were kept
+    assert "12 answers, about 1 min and compilation" in caplog.messages
     assert "going on with 1 results" in caplog.text
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["failures"] == []
 
@@ -169,4 +170,4 @@ def test_the_program_finds_a_planted_mistake(runs: Runs, tmp_path, capsys, monke
 
 def test_a_check_without_drafts_is_refused(runs: Runs):
     with pytest.raises(Exception, match="want at least one draft; give --draft NAME=DIR"):
-        main(["--target", runs.model("target"), "--check-lossless"])
+        main(["--target", runs.model("target")])

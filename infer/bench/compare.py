@@ -1,7 +1,5 @@
 """One benchmark: answers all questions with every method, keeps, sums up and reports them."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -9,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from poss_jax.checkpoint.record import provenance, read_record
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.paths import local_path
 from poss_jax.config.reading import config_to_dict
@@ -28,6 +24,8 @@ from .measure import (
     AUTOREGRESSIVE,
     Decoder,
     count_memory,
+    digest,
+    identify,
     load_decoders,
     measure_steps,
     play,
@@ -116,7 +114,7 @@ def _cells(config: BenchConfig, sets: dict[str, list[Question]]) -> Iterator[tup
 def settings_of(
     config: BenchConfig, decoders: Sequence[Decoder], sets: dict[str, list[Question]]
 ) -> dict[str, Any]:
-    """Collects what decides answers and times: the config, the weights, the trees, the device.
+    """Collects what decides answers and times: the config, the questions, and `identify`.
 
     Answers name their set, temperature, seed and draft, so more of these can be added later.
     """
@@ -124,27 +122,8 @@ def settings_of(
     answers_say = "prompts", "datasets", "data_dir", "temperatures", "seeds", "drafts"
     for key in ("output", "repeats", "drift", "draft_vocabulary", *answers_say):
         del settings[key]
-    folders = {name: m.draft or config.target for name, m in config.all_methods.items()}
-    folders[AUTOREGRESSIVE] = config.target
-    of_process = provenance()
-    return settings | {
-        "sets": {name: _digest(list(map(asdict, questions))) for name, questions in sets.items()},
-        "weights": {name: read_record(folder).weights_sha256 for name, folder in folders.items()},
-        "trees": {decoder.name: str(decoder.engine.trees) for decoder in decoders},
-        "draft_vocabularies": {decoder.name: _digest(_vocabulary(decoder)) for decoder in decoders},
-        "device": device_name(),
-        "versions": {name: of_process["versions"][name] for name in ("jax", "poss_jax")},
-    }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
-
-
-def _vocabulary(decoder: Decoder) -> list[int] | None:
-    """Tokens that a draft may propose; None: all."""
-    tokens = decoder.engine.weights.draft.get("vocabulary")
-    return None if tokens is None else np.asarray(tokens).tolist()
+    digests = {name: digest(list(map(asdict, questions))) for name, questions in sets.items()}
+    return settings | identify(config, decoders) | {"sets": digests}
 
 
 def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:

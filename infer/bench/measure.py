@@ -1,5 +1,7 @@
 """Times whole prompts, the first token, and a bare decode step."""
 
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.bundled.default import default_drafts, with_bundled
+from poss_jax.checkpoint.record import provenance, read_record
 from poss_jax.config.bench import BenchConfig, MethodConfig
 from poss_jax.config.decoding import SMOLLM2
 from poss_jax.config.models import Quantisation
@@ -32,6 +35,7 @@ from poss_jax.program.output import waiting
 
 from .costs import Device, decode, describe_workload, num_parts
 from .phases import time_in_turn
+from .rates import device_name
 
 AUTOREGRESSIVE = "autoregressive"
 _STEP_CALLS = 20
@@ -116,6 +120,36 @@ def _decode_by(method: MethodConfig, config: BenchConfig, engine: Engine) -> Eng
     if method.drafting is not None or lookup:
         engine = engine.with_tree(engine.trees, drafting=method.drafting, lookup=lookup)
     return engine
+
+
+def identify(config: BenchConfig, decoders: Sequence[Decoder]) -> dict[str, Any]:
+    """What decides answers and times besides settings and questions, JSON-compatible.
+
+    `weights`, `trees` and `draft_vocabularies` are by the name of the method.
+    """
+    folders = {name: m.draft or config.target for name, m in config.all_methods.items()}
+    folders[AUTOREGRESSIVE] = config.target
+    engines = {decoder.name: decoder.engine for decoder in decoders}
+    of_process = provenance()
+    return {
+        "weights": {name: read_record(folder).fingerprint for name, folder in folders.items()},
+        "trees": {name: str(engine.trees) for name, engine in engines.items()},
+        "draft_vocabularies": {name: digest_vocabulary(e) for name, e in engines.items()},
+        "device": device_name(),
+        "int8_products": of_process["int8_products"],
+        "versions": {name: of_process["versions"][name] for name in ("jax", "poss_jax")},
+    }
+
+
+def digest_vocabulary(engine: Engine) -> str:
+    """Digest of the tokens that a draft may propose."""
+    tokens = engine.weights.draft.get("vocabulary")
+    return digest(None if tokens is None else np.asarray(tokens).tolist())
+
+
+def digest(value: Any) -> str:
+    """Digest of what JSON can hold; other values count as their text."""
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
 
 
 def _prompts_of_all_capacities(

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,16 @@ from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.engine.engine import Engine
 from poss_jax.engine.trees import default_tree, tuned_file, vocabulary_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.program.output import check_writable, print_summary, wants_json
 from poss_jax.program.tables import show_rows
 
-from ..bench.measure import load_decoders, time_answer
+from ..bench.measure import digest_vocabulary, load_decoders, time_answer
 from ..bench.questions import first_prompts, read_questions
 from ..bench.report import with_provenance
 from ..kept import Kept, describe
-from .search import estimate_seconds, tree_name, tune
+from .search import Tuning, tree_name, tune
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,20 +56,20 @@ def autotune(
             f"{max(batch_sizes)}; raise num_prompts"
         )
     kept = Kept("tune", describe(config, [baseline, *decoders], prompts))
-    count = sum(map(len, tried.values()))
+    tunings = {
+        name: {
+            file: Tuning(f"{name}, {digest_vocabulary(engine)}", engine, prompts, batch_sizes, kept)
+            for file, engine in engines.items()
+        }
+        for name, engines in tried.items()
+    }
+    every = [tuning for by_file in tunings.values() for tuning in by_file.values()]
     seconds = time_answer(baseline.engine, prompts[0]) * len(prompts)
-    minutes = count * estimate_seconds(seconds, len(batch_sizes), config.repeats) / 60
-    _LOG.warning("tuning %d drafts, about %.0f min", count, max(minutes, 1))
-
-    def tune_draft(name: str, file: str | None, engine: Engine) -> dict[int, dict[str, Any]]:
-        def keep(size: int, measure: Callable[[], Any]) -> Any:
-            return kept.get(f"{name}, {file}, {size}", measure)
-
-        return tune(engine, prompts, batch_sizes, repeats=config.repeats, keep=keep)
-
+    minutes = sum(tuning.estimate_seconds(seconds, config.repeats) for tuning in every) / 60
+    _LOG.warning("tuning %d drafts, about %.0f min", len(every), max(minutes, 1))
     entries = {}
-    for name, engines in tried.items():
-        tuned = {file: tune_draft(name, file, engine) for file, engine in engines.items()}
+    for name, by_file in tunings.items():
+        tuned = {file: tune(tuning, repeats=config.repeats) for file, tuning in by_file.items()}
         best = max(tuned, key=lambda file: _gain(tuned[file]))
         _write_tuned(paths[name], config.drafts[name], tuned[best], best, config)
         for file, entry in tuned.items():

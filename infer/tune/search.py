@@ -29,7 +29,6 @@ from poss_jax.data.progress import progress_bar
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Candidates, Tree, make_tree, root_tree
-from poss_jax.decode.verify import accept
 from poss_jax.engine.answers import mean_acceptance_length
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
@@ -38,6 +37,7 @@ from poss_jax.engine.trees import default_tree
 
 from ..bench.measure import time_batches
 from ..bench.phases import Batch, time_in_turn
+from ..kept import Kept
 
 _DEPTH = 8
 _TOP_KS = {"cpu": (1, 2, 3, 4, 6)}
@@ -47,7 +47,7 @@ _MEASURED_NODES = (2, 4, 8, 16, 32, 64, 128)
 _RECORDED_TOGETHER = 8
 _CALLS = 15
 _CONFIRMED = 3
-_RECORDING_WEIGHT, _COMPILE_SECONDS = 2.5, 60.0  # see `estimate_seconds`
+_RECORDING_WEIGHT, _COMPILE_SECONDS = 2.5, 60.0  # see `Tuning.estimate_seconds`
 _MISSING = np.iinfo(np.int32).max
 
 Ranks = np.ndarray
@@ -89,31 +89,63 @@ class Recording:
         ]
 
 
-def tune(
-    engine: Engine,
-    prompts: Sequence[PreparedPrompt],
-    batch_sizes: Sequence[int],
-    *,
-    repeats: int,
-    keep: Callable[[int, Callable[[], Any]], Any] = lambda size, measure: measure(),
-) -> dict[int, dict[str, Any]]:
-    """Finds the fastest tree of every batch size, on prompts that should resemble later ones.
+@dataclass(frozen=True)
+class Tuning:
+    """The search for the trees of one draft.
+
+    Attributes:
+      name: of the draft and its vocabulary, unique in `kept`.
+      prompts: they should resemble later ones.
+      kept: what an interrupted run found, which is not measured again.
+    """
+
+    name: str
+    engine: Engine
+    prompts: Sequence[PreparedPrompt]
+    batch_sizes: Sequence[int]
+    kept: Kept
+
+    @property
+    def top_ks(self) -> list[int]:
+        """Those that trees are tried with."""
+        size = self.engine.weights.draft["head"]["weight"].shape[0]
+        candidates = _TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)
+        return sorted({min(top_k, size) for top_k in candidates})
+
+    def of_size(self, batch_size: int) -> str:
+        """Name of what is found for a batch size."""
+        return f"{self.name}, batch size {batch_size}"
+
+    def of_recording(self, top_k: int) -> str:
+        """Name of a recording."""
+        return f"{self.name}, top_k {top_k}"
+
+    def estimate_seconds(self, seconds: float, repeats: int) -> float:
+        """Seconds that `tune` takes about, most of them for recording; by hand, on two CPU cores.
+
+        Args:
+          seconds: seconds of all prompts, without a draft.
+        """
+        sizes = sum(self.of_size(size) not in self.kept for size in self.batch_sizes)
+        recordings = sum(self.of_recording(top_k) not in self.kept for top_k in self.top_ks)
+        recordings *= sizes > 0
+        confirmed = sizes * (1 + repeats) * (_CONFIRMED + 2)
+        compiled = sizes + (recordings > 0)
+        return (recordings * _RECORDING_WEIGHT + confirmed) * seconds + compiled * _COMPILE_SECONDS
+
+
+def tune(tuning: Tuning, *, repeats: int) -> dict[int, dict[str, Any]]:
+    """Finds the fastest tree of every batch size.
 
     Args:
       repeats: interleaved passes over all prompts that confirm a prediction.
-      keep: gives what was found for a batch size: what an earlier run kept, else it measures.
 
     Returns:
       Per batch size: the `best` tree, and in `methods`, by name, what was predicted and measured.
     """
-    size = engine.weights.draft["head"]["weight"].shape[0]
-    candidates = _TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)
-    top_ks = sorted({min(top_k, size) for top_k in candidates})
+    engine, prompts, top_ks = tuning.engine, tuning.prompts, tuning.top_ks
     default = engine.with_tree(default_tree()).trees[1]
-
-    @cache
-    def recordings() -> dict[int, Recording]:
-        return record_all(engine, prompts, _DEPTH, top_ks)
+    recordings = cache(partial(record_all, tuning, _DEPTH))
 
     def measure(batch_size: int) -> dict[str, Any]:
         costs = measure_costs(engine, prompts[:batch_size], batch_size, _DEPTH, top_ks)
@@ -130,18 +162,10 @@ def tune(
             "costs": costs._asdict(),
         }
 
-    return {size: keep(size, partial(measure, size)) for size in batch_sizes}
-
-
-def estimate_seconds(seconds: float, num_sizes: int, repeats: int) -> float:
-    """Seconds that `tune` takes about, most of them for recording; by hand, on two CPU cores.
-
-    Args:
-      seconds: seconds of all prompts, without a draft.
-    """
-    recorded = len(_TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)) * _RECORDING_WEIGHT
-    confirmed = num_sizes * (1 + repeats) * (_CONFIRMED + 2)
-    return (recorded + confirmed) * seconds + (1 + num_sizes) * _COMPILE_SECONDS
+    return {
+        size: tuning.kept.get(tuning.of_size(size), partial(measure, size))
+        for size in tuning.batch_sizes
+    }
 
 
 def tree_name(tree: TreeConfig | None) -> str:
@@ -153,16 +177,24 @@ def tree_name(tree: TreeConfig | None) -> str:
 # Acceptance
 
 
-def record_all(
-    engine: Engine, prompts: Sequence[PreparedPrompt], depth: int, top_ks: Sequence[int]
-) -> dict[int, Recording]:
+def record_all(tuning: Tuning, depth: int) -> dict[int, Recording]:
     """Records the answers to all prompts with every top_k."""
     # All start with the program of one tree.
-    trees = [TreeConfig(depth=depth, top_k=top_k, total_tokens=2) for top_k in top_ks]
-    engine = engine.with_tree(trees[-1])
-    total = len(top_ks) * len(prompts)
+    trees = [TreeConfig(depth=depth, top_k=top_k, total_tokens=2) for top_k in tuning.top_ks]
+    engine, names = tuning.engine.with_tree(trees[-1]), map(tuning.of_recording, tuning.top_ks)
+    total = sum(name not in tuning.kept for name in names) * len(tuning.prompts)
     with progress_bar(total=total, desc="recording", unit="answer") as progress:
-        return {tree.top_k: record(engine, prompts, tree, progress) for tree in trees}
+
+        def measure(tree: TreeConfig) -> dict[str, Any]:
+            recording = record(engine, tuning.prompts, tree, progress)
+            return {"lengths": recording.lengths, "ranks": [r.tolist() for r in recording.ranks]}
+
+        recordings = {}
+        for tree in trees:
+            fields = tuning.kept.get(tuning.of_recording(tree.top_k), partial(measure, tree))
+            ranks = [np.reshape(ranks, (-1, depth, depth)) for ranks in fields["ranks"]]
+            recordings[tree.top_k] = Recording(fields["lengths"], ranks)
+        return recordings
 
 
 def record(
@@ -196,11 +228,8 @@ def _record_step(
     """Drafts, but verifies and commits only the root."""
     noise = speculate.round_noise(config, request, state)
     candidates = speculate.draft_candidates(weights, config, request, state, noise)
-    tree = root_tree(state.root)
-    out = speculate.verify_tree(weights, config, state, tree)
-    chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
-    acceptance = accept(tree, chosen, max_accepted=0)
-    return speculate.commit(weights, config, request, state, out, acceptance), candidates
+    state = speculate.finish_round(weights, config, request, state, root_tree(state.root), noise)
+    return state, candidates
 
 
 def rank_paths(
