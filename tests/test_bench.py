@@ -20,6 +20,8 @@ from infer.bench.rates import Roofline
 from infer.bench.report import format_card, format_report
 from infer.bench.settings import need_equal_texts
 from infer.bench.summary import show_example
+from infer.lossless import main as lossless
+from infer.tune.__main__ import main as tune
 from poss_jax.config.bench import BenchConfig, MethodConfig
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
@@ -144,9 +146,9 @@ def test_outputs_of_sampled_drafts_are_not_compared(
     rows = [line for line in lines if line.startswith("| PosS-2 | ")]
     assert rows[0].endswith(" |  |")
     assert not any(" of 2 |" in line for line in lines)
-    for action in ("--check-lossless", "--autotune"):
+    for main_of in (lossless, tune):
         with pytest.raises(UserError, match="keeps the target's distribution only"):
-            main([*sampled, action])
+            main_of(sampled)
 
 
 @pytest.mark.slow
@@ -316,7 +318,7 @@ def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) ->
         ("--config {config} drafts.A=nowhere", "model folder nowhere does not exist"),
         ("--target {target} --dataset nothing", "questions 'nothing': want a .jsonl file, a"),
         ("--target {target} --seeds 1 --seeds 1", "seeds: want each once, got [1, 1]"),
-        ("--target {target} --roofline --check-lossless", "unknown option --roofline"),
+        ("--target {target} --autotune", "unknown option --autotune"),
         (
             "--target {target} --draft A={eagle} --draft-vocabulary v.json --drift",
             "drift: is measured on models as they are; leave out draft_vocabulary",

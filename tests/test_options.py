@@ -53,7 +53,7 @@ def tree(arguments: list[str]) -> TreeConfig | None:
 def test_options_have_different_names(kind: Any) -> None:
     flags = [option.flag for option in list_options(kind)]
     assert len(set(flags)) == len(flags)
-    assert not {"--config", "--overwrite", "--dry-run", "--check-lossless"} & set(flags)
+    assert not {"--config", "--overwrite", "--dry-run", "--roofline"} & set(flags)
 
 
 def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path: Path) -> None:

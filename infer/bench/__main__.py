@@ -12,8 +12,7 @@ command resumes after an interruption, and the report (report.html, .md, .json).
         --prompts questions.jsonl --output runs/bench
     poss bench --config configs/demo/bench.yaml --phases
 
-With --check-lossless or --autotune it is poss lossless or poss tune. --roofline measures the
-device again, and compares every phase with its floor.
+--roofline measures the device again, and compares every phase with its floor.
 """
 
 import sys
@@ -25,12 +24,7 @@ from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
-from .. import lossless
-from ..tune.__main__ import main as tune
 from . import roofline
-
-_ALIASES = {"--check-lossless": lossless.main, "--roofline": roofline.main, "--autotune": tune}
-
 
 _ACTIONS = {
     "--overwrite": {"action": "store_true", "help": "Start from scratch where a report is already."}
@@ -40,10 +34,9 @@ _ACTIONS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    for flag, program in _ALIASES.items():
-        if flag in arguments:
-            program([word for word in arguments if word != flag])
-            return
+    if "--roofline" in arguments:
+        roofline.main([word for word in arguments if word != "--roofline"])
+        return
     config, args = read_arguments(
         BenchConfig, arguments, prog="infer.bench", doc=__doc__, actions=_ACTIONS
     )
