@@ -48,6 +48,7 @@ _RECORDED_TOGETHER = 8
 _CALLS = 15
 _CONFIRMED = 3
 _RECORDING_WEIGHT, _COMPILE_SECONDS = 2.5, 60.0  # see `Tuning.estimate_seconds`
+_RANKED = ("tokens", "scores", "parents")  # fields of `Candidates`
 _MISSING = np.iinfo(np.int32).max
 
 Ranks = np.ndarray
@@ -210,7 +211,8 @@ def record(
         config = config._replace(tree=tree)
         while not bool(state.output.is_done.all()):
             state, candidates = _record_step(engine.weights, config, request, state)
-            steps.append(jax.device_get(vars(candidates)))
+            fields = {name: getattr(candidates, name) for name in _RANKED}
+            steps.append(jax.device_get(fields))
         for row, answer in enumerate(engine.read(batch, state.output)):
             text = answer.output_ids
             mine = [{name: step[name][row] for name in step} for step in steps[: len(text) - 1]]
@@ -238,7 +240,7 @@ def rank_paths(
     """Ranks the nodes of the path that a text takes, as `tree.select` ranks them.
 
     Args:
-      steps: fields of `Candidates`, [C], after every token but the last.
+      steps: `_RANKED`, [C] each, after every token but the last.
       text: tokens of the answer.
       tree: depth and top_k of the candidates.
     """
