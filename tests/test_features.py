@@ -79,8 +79,8 @@ def online_rounded(config: str, *arguments: str) -> None:
 @pytest.mark.optimised  # as users compile: bits of two programs are compared
 @pytest.mark.slow
 def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    runs, tmp_path, monkeypatch, capsys
+):
     config, cache = cached(runs, tmp_path, POSS2), tmp_path / "cache"
     run_until("os.rename", r"\.000001\.npy\.partial", "train.main", "--config", config, *SHORT)
     left = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
@@ -118,9 +118,7 @@ def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
     assert not (tmp_path / "other").exists()
 
 
-def test_a_cache_to_be_written_is_planned_and_filled_as_memory_allows(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_to_be_written_is_planned_and_filled_as_memory_allows(runs, tmp_path, monkeypatch):
     values = DRAFT | {"batch_size": 2, "step": {"accumulation_steps": 2}}
     stage = open_stage(load_config(TrainConfig, cached(runs, tmp_path, values)), tmp_path)
     assert "layers" not in stage.plan_step().inputs[0]
@@ -131,9 +129,7 @@ def test_a_cache_to_be_written_is_planned_and_filled_as_memory_allows(
     assert rows_at_once == [1]
 
 
-def test_a_disk_that_is_too_small_is_refused_and_nothing_is_written(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small_is_refused_and_nothing_is_written(runs, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     config = cached(runs, tmp_path, DRAFT)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**6, 0, 1000))
@@ -142,9 +138,7 @@ def test_a_disk_that_is_too_small_is_refused_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["configs"]
 
 
-def test_dry_run_tells_the_size_and_writes_nothing(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_tells_the_size_and_writes_nothing(runs, tmp_path, capsys):
     main(["--config", cached(runs, tmp_path, DRAFT), "--dry-run"])
     said = capsys.readouterr().out
     rows = said.partition("features  ")[2].partition(" x 32 x 32 bfloat16, ")[0]
@@ -156,7 +150,7 @@ def test_dry_run_tells_the_size_and_writes_nothing(
 # The cache
 
 
-def test_rows_are_read_as_written_in_any_order(tmp_path: Path) -> None:
+def test_rows_are_read_as_written_in_any_order(tmp_path):
     cache, features = written(tmp_path / "cache")
     assert [len(cache.rows_of(shard)) for shard in range(cache.num_shards)] == [3, 3, 1]
     order = np.array([6, 0, 4, 4, 2])
@@ -178,40 +172,39 @@ def test_rows_are_read_as_written_in_any_order(tmp_path: Path) -> None:
         ({"shape": (7, 3, 8)}, "shape: saved [7, 3, 4], asked [7, 3, 8]"),
     ],
 )
-def test_a_cache_of_something_else_is_refused(
-    tmp_path: Path, changes: dict[str, Any], difference: str
-) -> None:
+def test_a_cache_of_something_else_is_refused(tmp_path, changes, difference):
     written(tmp_path / "cache")
     with pytest.raises(UserError) as caught:
         open_small(tmp_path / "cache", **changes)
     assert f"has other features ({difference}); name another folder" in str(caught.value)
 
 
+_MANIFEST = '{"made_from": {}, "shape": [7, 3, 4], "dtype": "bfloat16", "rows_per_shard": '
+
+
 @pytest.mark.parametrize(
-    "content",
-    [
-        *("", "{}", "[1]", '{"made_from": 3}'),
-        '{"made_from": {}, "shape": [7, 3, 4], "dtype": "bfloat16", "rows_per_shard": 0}',
-        '{"made_from": {}, "shape": [7, 3, 4], "dtype": "bfloat16", "rows_per_shard": Infinity}',
-    ],
+    "content", ["", "{}", "[1]", '{"made_from": 3}', _MANIFEST + "0}", _MANIFEST + "Infinity}"]
 )
-def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_damaged_manifest_is_refused(tmp_path, content):
     written(tmp_path / "cache")
     (tmp_path / "cache" / "manifest.json").write_text(content)
     with pytest.raises(UserError, match=r"manifest\.json: want the manifest of a cache"):
         open_small(tmp_path / "cache")
 
 
-def test_a_cache_that_another_run_begins_meanwhile_is_not_mixed_up(tmp_path: Path) -> None:
+def test_folder_of_another_run_or_of_other_files_is_refused(tmp_path):
     cache = open_cache(tmp_path, MADE_FROM, SHAPE, 5 * 3 * 4 * 2)
     open_small(tmp_path).start()
     with pytest.raises(UserError, match="was begun by another run meanwhile"):
         cache.start()
+    (tmp_path / "manifest.json").rename(tmp_path / "notes.txt")
+    with pytest.raises(UserError, match="holds something else"):
+        open_small(tmp_path)
 
 
 def test_a_folder_that_other_hosts_do_not_see_is_refused_before_anything_is_encoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     def encode(_: Any) -> Any:
         raise AssertionError("features are computed")
 
@@ -228,12 +221,6 @@ def test_a_folder_that_other_hosts_do_not_see_is_refused_before_anything_is_enco
     monkeypatch.setattr(features, "_SEEN_SECONDS", 60)
     monkeypatch.setattr(features.time, "sleep", lambda _: written(tmp_path / "cache"))
     cache.check_seen()  # it came late
-
-
-def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds something else"):
-        open_small(tmp_path)
 
 
 def overwrite(path: Path, place: int, content: bytes) -> None:
@@ -253,7 +240,7 @@ def overwrite(path: Path, place: int, content: bytes) -> None:
         lambda path: overwrite(path, 12, b"("),
     ],
 )
-def test_a_damaged_shard_is_named(tmp_path: Path, damage: Any) -> None:
+def test_a_damaged_shard_is_named(tmp_path, damage):
     cache, features = written(tmp_path / "cache")
     damage(tmp_path / "cache" / "000001.npy")
     np.testing.assert_array_equal(cache.read(np.array([0])), features[:1])
@@ -263,22 +250,21 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: Any) -> None:
 
 
 @pytest.mark.parametrize("place", [128, 140, 128 + 3 * 3 * 4 * 2 + 4, -1])
-def test_a_flipped_bit_is_found_in_the_rows_that_are_read(tmp_path: Path, place: int) -> None:
+def test_flipped_bit_is_found_in_the_rows_that_are_read(tmp_path, place):
     cache, features = written(tmp_path / "cache")
     path = tmp_path / "cache" / "000001.npy"
     content = bytearray(path.read_bytes())
     content[place] ^= 8
     path.write_bytes(content)
-    with pytest.raises(
-        UserError, match=r"000001\.npy: .*row . is not what was written\); remove it"
-    ):
+    damage = r"000001\.npy: .*row . is not what was written\); remove it"
+    with pytest.raises(UserError, match=damage):
         cache.read(np.arange(7))
     path.unlink()
     cache.write(1, [features[3:6]])
     np.testing.assert_array_equal(cache.read(np.arange(7)), features)
 
 
-def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path):
     cache, features = written(tmp_path / "cache")
     (tmp_path / "cache" / "000002.npy").unlink()
 
@@ -296,7 +282,7 @@ def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path: Path) -> None:
 # Rows with features
 
 
-def test_a_device_reads_its_own_rows_and_no_others() -> None:
+def test_a_device_reads_its_own_rows_and_no_others():
     features, reads = features_of((20, 3, 4)), []
 
     class Recording(FeatureCache):

@@ -15,7 +15,6 @@ from convert_sources import (
     draw,
     run,
     target_tensors,
-    write_shards,
     write_source,
 )
 from hub_server import COMMIT, Hub, serve
@@ -95,24 +94,19 @@ def test_draft_whose_spans_nobody_knows(tmp_path, capsys):
     assert f"needs: {summary['needs']}" in text
 
 
-REFUSED = {
-    "EAGLE-3": (draft_tensors() | draw({"d2t": (4,)}), {}, "an EAGLE-3 draft"),
-    "LoRA": (draw({"base.q_proj.lora_A.weight": (2, 8)}), {}, "a LoRA adapter"),
-    "quantised": (
-        target_tensors(),
-        {"quantization_config": {"quant_method": "gptq"}},
-        "quantised weights",
-    ),
-    "experts": (target_tensors(), {"model_type": "mixtral"}, "a mixture of experts"),
-    "another model": (target_tensors(), {"model_type": "gpt2"}, "model_type: want one of"),
-    "unknown keys": (target_tensors(**{"extra": (3,)}), {}, "unknown extra [3]"),
-    "wrong widths": (draft_tensors(), {"intermediate_size": 20}, "intermediate_size 20"),
-}
+LORA = draw({"base.q_proj.lora_A.weight": (2, 8)})
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_would_be_refused(tmp_path, capsys, what):
-    tensors, config, message = REFUSED[what]
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        (LORA, {}, "a LoRA adapter"),
+        (target_tensors(), {"model_type": "gpt2"}, "model_type: want one of"),
+        (target_tensors(extra=(3,)), {}, "unknown extra [3]"),
+        (draft_tensors(), {"intermediate_size": 20}, "intermediate_size 20"),
+    ],
+)
+def test_what_would_be_refused(tmp_path, capsys, tensors, config, message):
     config = {"architectures": ["SomeForCausalLM"]} | config
     show_refused(write_source(tmp_path / "source", tensors, **config))
     text, summary = read(capsys)
@@ -152,25 +146,6 @@ def test_an_adapter_folder_and_an_empty_one(tmp_path, capsys):
     assert "config.json: No such file" in read(capsys)[1]["refused"]
 
 
-def test_shards(tmp_path, capsys):
-    tensors = target_tensors()
-    write_shards(write_source(tmp_path / "source", tensors), tensors)
-    show(tmp_path / "source")
-    assert read(capsys)[1]["parameters"] == sum(value.size for value in tensors.values())
-
-
-@pytest.mark.torch
-def test_bin(tmp_path, capsys):
-    import torch
-
-    source = write_source(tmp_path / "source", draft_tensors())
-    (source / "model.safetensors").unlink()
-    state = {key: torch.from_numpy(value) for key, value in draft_tensors().items()}
-    torch.save(state, source / "pytorch_model.bin")
-    show(source)
-    assert read(capsys)[1]["method"] == "eagle2"
-
-
 # --------------------------------------------------------------------------------------------------
 # Our own folders
 
@@ -204,7 +179,7 @@ def test_verify_finds_damage(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("source", ["missing", "a/b/c"])
-def test_nothing_to_look_at(source):
+def test_source_that_is_missing(source):
     with pytest.raises(UserError, match="does not exist; give a folder, a GGUF file or a Hub id"):
         inspect(source)
 

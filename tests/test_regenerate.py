@@ -41,7 +41,7 @@ def users(*turns: str) -> list[dict[str, str]]:
         ({"turns": ["a", "b"]}, "ab"),
     ],
 )
-def test_questions_of_every_format(record: dict[str, Any], asked: str) -> None:
+def test_questions_of_every_format(record, asked):
     assert read_questions(record) == users(*asked)
     system = {"role": "system", "content": "Be brief."}
     assert read_questions(record | {"system": "Be brief."}) == [system, *users(*asked)]
@@ -57,7 +57,7 @@ def test_questions_of_every_format(record: dict[str, Any], asked: str) -> None:
         ({"text": "a"}, "no question"),
     ],
 )
-def test_records_that_ask_nothing(record: dict[str, Any], reason: str) -> None:
+def test_records_that_ask_nothing(record, reason):
     found = read_questions(record)
     assert isinstance(found, Broken) and found.reason == reason
 
@@ -116,7 +116,7 @@ def ask(engine: Any, *chats: Any, **changes: Any) -> list[dict[str, Any]]:
     return answer_window(engine, questions, replace(CONFIG, **changes))
 
 
-def test_turns_are_answered_in_turn_and_batched_by_length() -> None:
+def test_turns_are_answered_in_turn_and_batched_by_length():
     engine = Scripted()
     lines = ask(engine, ["aaa", "b"], ["c"], ["dd", "e"])
     assert [[turn["content"] for turn in line["messages"]] for line in lines] == [
@@ -144,7 +144,7 @@ def test_turns_are_answered_in_turn_and_batched_by_length() -> None:
         (Broken("bad JSON", "line 3"), 0, "bad JSON"),
     ],
 )
-def test_chats_that_end_early(chat: Any, answered: int, ended: str) -> None:
+def test_chats_that_end_early(chat, answered, ended):
     [line] = ask(Scripted(), chat)
     if answered:
         assert len(line["messages"]) == 2 * answered and line["ended_early"] == ended
@@ -154,7 +154,7 @@ def test_chats_that_end_early(chat: Any, answered: int, ended: str) -> None:
         assert line.get("messages") == (None if isinstance(chat, Broken) else users(*chat))
 
 
-def test_unfinished_answers_may_be_kept() -> None:
+def test_unfinished_answers_may_be_kept():
     [line] = ask(Scripted(), ["endless", "a"], keeps_unfinished=True)
     assert [turn["content"] for turn in line["messages"]] == ["endless", "<endless>", "a", "<a>"]
 
@@ -182,7 +182,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("num_bytes", range(0, 400, 7))
-def test_a_run_goes_on_from_its_last_whole_window(tmp_path: Path, num_bytes: int) -> None:
+def test_a_run_goes_on_from_its_last_whole_window(tmp_path, num_bytes):
     write(tmp_path / "whole.jsonl")
     wanted = contents(tmp_path)
     for name, content in wanted.items():
@@ -195,13 +195,16 @@ def test_a_run_goes_on_from_its_last_whole_window(tmp_path: Path, num_bytes: int
     assert files.counts == {"answered": 7, "bad": 3} and files.num_done == 10
 
 
-def test_files_of_something_else_are_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    path.write_text("mine")
+@pytest.mark.parametrize("name", ["out.jsonl", "out.failed.jsonl"])
+def test_files_of_something_else_are_left_alone(tmp_path, name):
+    (tmp_path / name).write_text("mine")
     with pytest.raises(UserError, match="exists and was not made here; name another file"):
-        write(path)
-    assert contents(tmp_path) == {"out.jsonl": b"mine"}
-    path.unlink()
+        write(tmp_path / "out.jsonl")
+    assert contents(tmp_path) == {name: b"mine"}
+
+
+def test_answers_made_otherwise_are_left_alone(tmp_path):
+    path = tmp_path / "out.jsonl"
     write(path, 4)
     with pytest.raises(UserError, match=r"made otherwise \(target: 't', asked 'u'\); name another"):
         AnswerFiles(path, MADE_FROM | {"target": "u"}, 4)
@@ -213,7 +216,7 @@ def test_files_of_something_else_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_start_that_was_killed_is_no_obstacle(tmp_path: Path, overwrite: bool) -> None:
+def test_start_that_was_killed_is_no_obstacle(tmp_path, overwrite):
     path = tmp_path / "out.jsonl"
     (tmp_path / "wanted").mkdir()
     write(tmp_path / "wanted" / path.name)
@@ -225,15 +228,8 @@ def test_start_that_was_killed_is_no_obstacle(tmp_path: Path, overwrite: bool) -
             (tmp_path / file.name).unlink()
 
 
-def test_failures_without_their_answers_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "out.failed.jsonl").write_text("mine")
-    with pytest.raises(UserError, match="exists and was not made here; name another file"):
-        write(tmp_path / "out.jsonl")
-    assert contents(tmp_path) == {"out.failed.jsonl": b"mine"}
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"null", b"\xff", b"[" * 10**5])
-def test_damaged_note_of_what_answers_were_made_from(tmp_path: Path, content: bytes) -> None:
+def test_damaged_note_of_what_answers_were_made_from(tmp_path, content):
     write(tmp_path / "out.jsonl")
     (tmp_path / "out.made_from.json").write_bytes(content)
     with pytest.raises(UserError, match="was not made here; name another file"):
@@ -255,7 +251,7 @@ def test_damaged_note_of_what_answers_were_made_from(tmp_path: Path, content: by
         '{"index": 7, "messages": []}',
     ],
 )
-def test_answers_from_a_damaged_line_on_are_made_again(tmp_path: Path, line: str) -> None:
+def test_answers_from_a_damaged_line_on_are_made_again(tmp_path, line):
     write(tmp_path / "out.jsonl")
     wanted = contents(tmp_path)
     lines = wanted["out.jsonl"].splitlines(keepends=True)
@@ -288,9 +284,7 @@ def run(runs: Runs, folder: Path, *arguments: str) -> None:
     main([*given, "--source", source, "--output", str(folder / "out.jsonl"), *arguments])
 
 
-def test_the_target_answers_a_data_set(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_target_answers_a_data_set(runs, tmp_path, capsys):
     options = ["--keep-unfinished", "--temperature", "0.8", "--seed", "3"]
     run(runs, tmp_path / "whole", *options)
     printed = summary(capsys)
@@ -334,9 +328,7 @@ def test_the_target_answers_a_data_set(
         ("new.jsonl", "*.jsonl"),
     ],
 )
-def test_what_is_read_is_not_overwritten(
-    tmp_path: Path, output: str, source: str, overwrite: list[str]
-) -> None:
+def test_what_is_read_is_not_overwritten(tmp_path, output, source, overwrite):
     for name in ("a.jsonl", "b.failed.jsonl", "b.made_from.json"):
         write_lines(tmp_path / name, {"prompt": "mine"})
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
@@ -348,7 +340,7 @@ def test_what_is_read_is_not_overwritten(
     assert contents(tmp_path) == before
 
 
-def test_bad_arguments(runs: Runs, tmp_path: Path) -> None:
+def test_bad_arguments(runs, tmp_path):
     def refused(*arguments: str) -> str:
         return refusal(lambda given: run(runs, tmp_path, *given), *arguments)
 
@@ -360,15 +352,13 @@ def test_bad_arguments(runs: Runs, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"asked.jsonl", "nothing.jsonl"}
 
 
-def test_records_that_ask_nothing_do_not_count_as_documents(tmp_path: Path) -> None:
+def test_records_that_ask_nothing_do_not_count_as_documents(tmp_path):
     records = {"text": "a"}, {"prompt": "b"}, {"text": "c"}, {"prompt": "d"}, {"prompt": "e"}
     data = DataConfig(source=write_lines(tmp_path / "some.jsonl", *records), max_documents=2)
     assert [question.index for question in list_questions(data, None)] == [0, 1, 2, 3]
 
 
-def test_a_template_and_a_system_prompt(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_and_a_system_prompt(runs, tmp_path, monkeypatch):
     asked = []
 
     def remember(engine: Any, questions: Any, *_: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_server import ChatServer, said, serve
+from chat_templates import KINDS
 from programs import Runs, interrupted_after, refusal, summary, write_lines
 
 from poss_jax.config.data import DataConfig
@@ -28,18 +29,7 @@ from train.self_prompt import (
     repeats_itself,
 )
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-WITH_SYSTEM = (
-    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nHi<|im_end|>\n' }}{% endif %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == "
-    "'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
+IM_NEXT = "<|im_end|>\n<|im_start|>assistant\n"
 PLAIN = (
     "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant\n' }}{% endif %}"
@@ -63,13 +53,13 @@ def turns(*texts: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("template", "before", "after"),
     [
-        (CHATML, "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+        (KINDS["chatml"].template, "<|im_start|>user\n", IM_NEXT),
         (
-            WITH_SYSTEM + CHATML,
-            "<|im_start|>system\nHi<|im_end|>\n<|im_start|>user\n",
-            "<|im_end|>\n<|im_start|>assistant\n",
+            KINDS["chatml, default system message"].template,
+            "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\n",
+            IM_NEXT,
         ),
-        (GEMMA, "<s><start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"),
+        (KINDS["gemma"].template, "<s><turn>user\n", "<end_of_turn>\n<turn>model\n"),
         (PLAIN, "### user\n", "\n### assistant\n"),
         (BUILT_IN["llama2"], "<s>[INST] ", " [/INST]"),
         (
@@ -79,9 +69,7 @@ def turns(*texts: str) -> list[dict[str, str]]:
         ),
     ],
 )
-def test_openings_of_all_kinds_of_templates(
-    tokenizer: Any, template: str, before: str, after: str
-) -> None:
+def test_openings_of_all_kinds_of_templates(tokenizer, template, before, after):
     tokenizer.chat_template = template
     assert find_opening(tokenizer, []) == (before, after)
     later, same = find_opening(tokenizer, turns("Hello", "Hi"))
@@ -100,9 +88,7 @@ def test_openings_of_all_kinds_of_templates(
         ("{{ raise_exception('no user') }}", "the chat template refuses a user's turn: no user"),
     ],
 )
-def test_templates_without_an_opening_are_refused(
-    tokenizer: Any, template: str, error: str
-) -> None:
+def test_templates_without_an_opening_are_refused(tokenizer, template, error):
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=error):
         find_opening(tokenizer, [])
@@ -113,7 +99,7 @@ def make_writer(tokenizer: Any, **changes: Any) -> TurnWriter:
     return TurnWriter(config, tokenizer)
 
 
-def test_a_turn_ends_as_the_template_ends_it(tokenizer: Any) -> None:
+def test_a_turn_ends_as_the_template_ends_it(tokenizer):
     tokenizer.chat_template = "{{ bos_token + ' [INST] ' + messages[0].content + ' [/INST] ' }}"
     writer = make_writer(tokenizer)
     assert (writer.stop, writer.stop_ids) == (("[/INST]",), [])
@@ -141,7 +127,7 @@ def test_a_turn_ends_as_the_template_ends_it(tokenizer: Any) -> None:
         ("Tell me more. " * 20, "stop", "a user's turn that repeats itself"),
     ],
 )
-def test_turns_that_are_used(tokenizer: Any, text: str, stop_reason: Any, ended: str) -> None:
+def test_turns_that_are_used(tokenizer, text, stop_reason, ended):
     tokenizer.chat_template = PLAIN
     dialogue = Dialogue([], 5)
     make_writer(tokenizer).take(dialogue, Generation([], [], text, [], [], stop_reason))
@@ -149,13 +135,13 @@ def test_turns_that_are_used(tokenizer: Any, text: str, stop_reason: Any, ended:
     assert dialogue.remaining == [{"role": "user", "content": text.strip()}]
 
 
-def test_ordinary_texts_do_not_repeat_themselves() -> None:
+def test_ordinary_texts_do_not_repeat_themselves():
     code = Path(__file__).read_text()
     assert not any(repeats_itself(code[n : n + 600]) for n in range(0, 6000, 600))
     assert repeats_itself(code[:40] * 20)
 
 
-def test_repeated_questions_are_found() -> None:
+def test_repeated_questions_are_found():
     rng = np.random.default_rng(0)
     words = [f"w{n}" for n in rng.permutation(5000)]
     texts = [" ".join(words[n : n + 40]) for n in range(0, 4000, 40)]
@@ -201,9 +187,7 @@ OWN = ["--self-prompt", "12", "--self-prompt-tokens", "12", "--self-prompt-top-p
 
 
 @pytest.mark.usefixtures("finished")
-def test_a_run_that_is_stopped_ends_with_the_same_chats(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_stopped_ends_with_the_same_chats(runs, tmp_path, capsys):
     options = [*OWN, "--self-prompt-turns", "2", *TEMPERATURES]
     lines = run(runs, tmp_path / "whole", *options)
     printed = summary(capsys)
@@ -230,9 +214,7 @@ def test_a_run_that_is_stopped_ends_with_the_same_chats(
 
 
 @pytest.mark.usefixtures("finished")
-def test_a_question_that_was_asked_before_a_stop_is_not_asked_again(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_that_was_asked_before_a_stop_is_not_asked_again(runs, tmp_path, monkeypatch):
     greedy = ["--self-prompt-temperature", "0", "--self-prompt", "9", "--self-prompt-tokens", "12"]
     [line] = run(runs, tmp_path, *greedy)
     assert line["index"] == 0
@@ -244,7 +226,7 @@ def test_a_question_that_was_asked_before_a_stop_is_not_asked_again(
     assert (tmp_path / "out.failed.jsonl").read_bytes() == whole
 
 
-def test_questions_of_a_source_are_mixed_in(runs: Runs, tmp_path: Path, tokenizer: Any) -> None:
+def test_questions_of_a_source_are_mixed_in(runs, tmp_path, tokenizer):
     records = [{"prompt": f"question {n}"} for n in range(4)]
     source = write_lines(tmp_path / "asked.jsonl", {"text": "no question"}, *records)
 
@@ -286,7 +268,7 @@ def test_questions_of_a_source_are_mixed_in(runs: Runs, tmp_path: Path, tokenize
         ("", "or self_prompt, to let the target write questions"),
     ],
 )
-def test_bad_arguments(runs: Runs, tmp_path: Path, arguments: str, error: str) -> None:
+def test_bad_arguments(runs, tmp_path, arguments, error):
     given = ["--target", runs.model("target"), "--output", str(tmp_path / "out.jsonl")]
     assert error in refusal(main, *given, *arguments.split())
     assert not list(tmp_path.iterdir())
@@ -304,7 +286,7 @@ def reply(body: dict[str, Any]) -> Any:
     return said(f"<{body['messages'][-1]['content']}>")
 
 
-def test_a_server_writes_turns_and_answers_them(runs: Runs, tmp_path: Path) -> None:
+def test_a_server_writes_turns_and_answers_them(runs, tmp_path):
     target, tokenizer = runs.model("target"), load_tokenizer(as_path(runs.model("target")))
     given = ["--target", target, "--output", str(tmp_path / "out.jsonl")]
     given += ["--self-prompt", "6", "--self-prompt-turns", "2", "--max-new-tokens", "7"]
