@@ -53,13 +53,13 @@ def turns(*texts: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("template", "before", "after"),
     [
-        (KINDS["chatml"].template, "<|im_start|>user\n", IM_NEXT),
+        (KINDS["chatml"].text, "<|im_start|>user\n", IM_NEXT),
         (
-            KINDS["chatml, default system message"].template,
+            KINDS["chatml, default system message"].text,
             "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\n",
             IM_NEXT,
         ),
-        (KINDS["gemma"].template, "<s><turn>user\n", "<end_of_turn>\n<turn>model\n"),
+        (KINDS["gemma"].text, "<s><turn>user\n", "<end_of_turn>\n<turn>model\n"),
         (PLAIN, "### user\n", "\n### assistant\n"),
         (BUILT_IN["llama2"], "<s>[INST] ", " [/INST]"),
         (
