@@ -45,13 +45,13 @@ from benchmarks.random_pair import (
 )
 from benchmarks.random_server import measure_load, serving
 from infer.bench.costs import Device, cost_card, describe_workload, floors
-from infer.bench.phases import start
 from infer.bench.rates import find_roofline
 from infer.bench.report import show_report, write_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
+from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.device import default_dtype
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
@@ -120,7 +120,8 @@ def time_rounds(
     length, new_tokens = context.length, 8 * args.rounds
     room = max(context.room or 0, length + new_tokens)
     prompts = [PreparedPrompt([0] * (room - new_tokens), new_tokens)] * args.batch_size
-    config, request = engine.request(prompts, batch_size=args.batch_size)
+    batch = FixedBatch(engine, prompts, batch_size=args.batch_size)
+    config, request = batch.config, batch.request
     state = random_state(engine.weights, config, request)
     seconds = []
     for _ in range(args.repeats + 1):
@@ -157,13 +158,14 @@ def time_prefill(
     name: str, engine: Engine, device: Device, length: int, args: argparse.Namespace
 ) -> Rows:
     """Times reading one prompt."""
-    config, request = engine.request([PreparedPrompt([0] * length, 8)])
+    batch = FixedBatch(engine, [PreparedPrompt([0] * length, 8)])
     seconds = []
     for _ in range(args.repeats + 1):
         began = time.perf_counter()
-        jax.block_until_ready(start(engine.weights, config, request))
+        batch.start()
+        jax.block_until_ready(batch.state)
         seconds.append(time.perf_counter() - began)
-    work = describe_workload(engine.weights, config, batch=1, context=length)
+    work = describe_workload(engine.weights, batch.config, batch=1, context=length)
     floor = floors(cost_card(work, prompt_tokens=length), device)["prefill"]
     taken = 1000 * float(np.median(seconds[1:]))
     row = {"milliseconds": taken, "floor_milliseconds": floor, "floor_to_prefill": floor / taken}

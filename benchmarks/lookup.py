@@ -24,6 +24,7 @@ from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.data.progress import progress_bar
 from poss_jax.engine.answers import Generation
+from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.trees import tree_for
@@ -102,8 +103,8 @@ def measure(
         answers = {}
         for name in names[index % len(names) :] + names[: index % len(names)]:
             engine = engines[name]
-            config, _ = engine.request([prepare(engine, question, sampling, max_tokens)])
-            program = name, config, temperature > 0
+            prompt = prepare(engine, question, sampling, max_tokens)
+            program = name, FixedBatch(engine, [prompt]).config, temperature > 0
             if program not in compiled:
                 compiled.add(program)
                 answer(engine, question, sampling, max_tokens)

@@ -21,9 +21,10 @@ from benchmarks.random_pair import forced_round
 from benchmarks.serving import Answer, Case, ask, make_client, percentiles
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.decode import speculate
+from poss_jax.engine.batch import RoundKind
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.slots import RoundKind, Slots
+from poss_jax.engine.slots import Slots
 from poss_jax.serving.app import create_app
 from poss_jax.serving.server import listen, make_server
 

@@ -15,6 +15,7 @@ from poss_jax.config.decoding import ChatConfig, SamplingConfig
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.engine.answers import Chunk
+from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.dialogue import Message
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, with_seed
@@ -161,13 +162,12 @@ class Chat:
 
     def _compile(self, engine: Engine, prompt: PreparedPrompt) -> None:
         """Compiles the programs of an answer before it is timed."""
-        config, request = engine.request([prompt])
-        program = config, jax.tree.structure(request)
+        batch = FixedBatch(engine, [prompt])
+        program = batch.config, jax.tree.structure(batch.request)
         if program in self._compiled:
             return
         with waiting("getting ready (longer the first time) ..."):
-            for _ in zip(range(2), engine.decode_rounds(prompt), strict=False):
-                pass
+            batch.compile()
         self._compiled.add(program)
 
     # ----------------------------------------------------------------------------------------------

@@ -27,9 +27,10 @@ from poss_jax.decode.sampling import History, draw_noise, process_logits, shift_
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.verify import accept
 from poss_jax.engine.answers import Generation
+from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.rounds import on_mesh
+from poss_jax.engine.steps import on_mesh
 from poss_jax.engine.trees import default_tree, tree_for
 from poss_jax.program.output import print_summary
 from poss_jax.program.tables import show_rows
@@ -265,7 +266,8 @@ def replay(
 
     Other programs than these decoded the text first, so here it may end before `last`.
     """
-    config, request = engine.request(batch, batch_size=batch_size)
+    laid_out = FixedBatch(engine, batch, batch_size=batch_size)
+    config, request = laid_out.config, laid_out.request
     state, seen = _start(engine.weights, config, request)
     scores = [Scores(*(np.array(array[row, 0]) for array in seen))]
     while len(scores) <= last and not bool(state.output.is_done[row]):

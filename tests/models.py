@@ -2,9 +2,8 @@
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from poss_jax.checkpoint.record import TargetIdentity, new_record
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import lay_out
 from poss_jax.learn.recursion import DraftInputs, first_version, predict, take_specialist, unroll
 from poss_jax.model.families import init_draft
 from poss_jax.model.target import init_target, stack_layers
@@ -155,15 +153,6 @@ def make_engine(
         return engine
     record = new_record(config, IDENTITY, tokenizer_from=None, draft_vocabulary=vocabulary)
     return engine.with_draft(record, random_draft(config) if draft is None else draft)
-
-
-@contextmanager
-def one_layout(*, num_biased: int) -> Iterator[None]:
-    """Lays requests of all kinds into the same arrays: one program of `generate` serves all."""
-    with pytest.MonkeyPatch.context() as patch:
-        layout = partial(lay_out, num_biased=num_biased)
-        patch.setattr("poss_jax.engine.engine.lay_out", layout)
-        yield
 
 
 def assert_same(got: Any, want: Any) -> None:

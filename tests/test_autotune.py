@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import one_layout
 from programs import Runs, copy_model, generate, refusal, write_lines
 
 from infer.kept import Kept
@@ -82,12 +81,11 @@ def test_predicted_rounds_are_those_that_run(
         for text, temperature in zip(PROMPTS, (0, 1, 0.5), strict=True)
     ]
     total = 0
-    with one_layout(num_biased=0):
-        record_all(Tuning("P", engine, prompts, [1], Kept("tune", {})), 2)
-        monkeypatch.setattr(search, "record", None)
-        recording = record_all(Tuning("P", engine, prompts, [1], Kept("tune", {})), 2)[3]
-        trees = tree(2, 3, 13), tree(2, 3, 3)
-        decoded = [engine.with_tree(one).decode(prompts) for one in trees]
+    record_all(Tuning("P", engine, prompts, [1], Kept("tune", {})), 2)
+    monkeypatch.setattr(search, "record", None)
+    recording = record_all(Tuning("P", engine, prompts, [1], Kept("tune", {})), 2)[3]
+    trees = tree(2, 3, 13), tree(2, 3, 3)
+    decoded = [engine.with_tree(one).decode(prompts) for one in trees]
     for one, answers in zip(trees, decoded, strict=True):
         assert recording.accepted(one) == [answer.accepted_per_round for answer in answers]
         assert recording.lengths == [len(answer.output_ids) for answer in answers]

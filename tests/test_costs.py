@@ -12,6 +12,7 @@ from models import make_engine, random_draft, random_target, tiny_llama
 from infer.bench import costs, phases, rates
 from infer.bench.costs import DEVICES, Cost, Device, Workload, cost_card
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.decode import speculate
 from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.engine.engine import Engine
 from poss_jax.model.families import init_draft
@@ -254,7 +255,7 @@ def test_xla_counts_the_same(engine: Engine) -> None:
         "accept": flops(phases.accept, weights, config, request, state, tree, out.logits),
         "commit": flops(phases.commit, weights, config, request, state, out, acceptance),
         "round": flops(phases.run_round, weights, config, request, state),
-        "prefill": flops(phases.start, weights, config, request),
+        "prefill": flops(speculate.start, weights, config, request),
     }
     assert phases.phases_to_round(found) == pytest.approx(1, abs=0.1)
     work = costs.describe_workload(weights, config, batch=1, context=len(prompt.ids))

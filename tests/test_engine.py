@@ -19,9 +19,9 @@ from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.decode import speculate
+from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.device import device_memory, least_bytes
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
-from poss_jax.engine.rounds import decode_batch
 from poss_jax.engine.trees import Tuned, fit_tree
 from poss_jax.model.sharding import bytes_per_device
 
@@ -263,11 +263,10 @@ def test_sampled_answers_need_no_draft(small: Engine, plain: Engine) -> None:
 def test_rows_stop_at_limits_of_their_own(small: Engine) -> None:
     pairs = zip(MIXED[:3], SETTINGS[:3], strict=True)
     prompts = [small.prepare(prompt, N, settings) for prompt, settings in pairs]
-    config, request = small.request(prompts, batch_size=3)
-    whole = small.read(prompts, decode_batch(small.weights, config, request).output)
+    whole = small.decode(prompts, batch_size=3)
     limits = [N, 1, 7]
-    shorter = request.replace(max_new_tokens=jnp.asarray(limits, jnp.int32))
-    answers = small.read(prompts, decode_batch(small.weights, config, shorter).output)
+    shorter = [p._replace(max_new_tokens=n) for p, n in zip(prompts, limits, strict=True)]
+    answers = small.decode(shorter, batch_size=3)
     expected = [ids[:limit] for ids, limit in zip(outputs(whole), limits, strict=True)]
     assert outputs(answers) == expected
     assert answers[0] == whole[0]
@@ -288,7 +287,7 @@ def test_prompts_that_share_settings_have_seeds_of_their_own() -> None:
 def test_biased_tokens_are_checked_before_anything_is_decoded(
     plain: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poss_jax.engine.engine.decode_batch", None)
+    monkeypatch.setattr(FixedBatch, "start", None)
     settings = [SamplingConfig(), SamplingConfig(logit_bias={300: 1})]
     with pytest.raises(UserError, match="logit_bias: want token ids of 0 to 299, got 300"):
         plain.generate(["a", "b"], max_new_tokens=1, sampling=settings)
@@ -357,7 +356,7 @@ def test_trees_that_were_tuned_are_those_of_one_draft(
 ) -> None:
     tuned = {"poss2": Tuned({1: SMALL}, None)}
     monkeypatch.setattr(
-        "poss_jax.engine.engine.find_tuned", lambda draft, *_: tuned.get(Path(draft).parent.name)
+        "poss_jax.engine.models.find_tuned", lambda draft, *_: tuned.get(Path(draft).parent.name)
     )
     engine = Engine.load(runs.model("target"), runs.model("poss2"))
     assert engine.trees == {1: SMALL}
@@ -405,7 +404,8 @@ def test_fitting_a_tree(
 
 
 def test_the_least_memory_is_less_than_what_is_held(engine: Engine) -> None:
-    config, request = engine.request([engine.prepare([1, 2, 3], N)], batch_size=3)
+    batch = FixedBatch(engine, [engine.prepare([1, 2, 3], N)], batch_size=3)
+    config, request = batch.config, batch.request
     counted = least_bytes(engine.weights, config, batch_size=3)
     state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
     held = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves((engine.weights, request, state))}
@@ -416,7 +416,7 @@ def test_the_least_memory_is_less_than_what_is_held(engine: Engine) -> None:
 def test_what_cannot_fit_is_refused_before_it_is_tried(
     plain: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poss_jax.engine.engine.decode_batch", None)
+    monkeypatch.setattr(FixedBatch, "start", None)
     call = {"max_new_tokens": N, "batch_size": 10_000_000}
     with pytest.raises(UserError, match="batch_size 10000000 and room for 256 tokens of prompt"):
         plain.generate(PROMPTS, **call)
@@ -424,7 +424,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(
     with pytest.raises(UserError, match=r"at least 0\.0 GiB, the device has 0\.0 GiB; lower batch"):
         plain.stream("def", max_new_tokens=N)
     monkeypatch.setattr("poss_jax.engine.device.device_memory", lambda: None)
-    plain.request([plain.prepare([1], N)])
+    FixedBatch(plain, [plain.prepare([1], N)])
 
 
 @pytest.mark.parametrize("quantise", [None, "int8"])

@@ -172,14 +172,8 @@ def generate(golden: Golden, suffix: str, prompts: list) -> list:
     """Continues (prompt, stop ids) one by one, through the engine's own compiled program."""
     engine = Engine(golden.target_record, golden.target, tree=golden.trees[suffix])
     engine = engine.with_draft(golden.draft_record, golden.draft)
-    run = jax.jit(speculate.generate, static_argnums=1)
-    answers = []
-    for prompt, stop_ids in prompts:
-        request = pad_prompts([prompt], limit=96, stop_ids=stop_ids)
-        engine.stop_ids = stop_ids.tolist()
-        state = run(engine.weights, engine.decode_config(96), request)
-        answers += engine.read([PreparedPrompt(prompt, 96)], state.output)
-    return answers
+    prepared = [PreparedPrompt(ids, 96, stop_ids=stop_ids.tolist()) for ids, stop_ids in prompts]
+    return engine.decode(prepared)
 
 
 # --------------------------------------------------------------------------------------------------

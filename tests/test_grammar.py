@@ -10,19 +10,19 @@ import jax
 import jsonschema_rs
 import numpy as np
 import pytest
-from models import certain_pair, make_engine, one_layout, tiny_llama
+from models import certain_pair, make_engine, tiny_llama
 from test_slots_mesh import Store
 from test_text import BYTE_LEVEL, spell
 
 from benchmarks.options import read_schemas
 from poss_jax import Engine, Generation, SamplingConfig, Scheduler, Slots, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, Drafting
-from poss_jax.engine import leader, live, slots
+from poss_jax.engine import batch, leader
+from poss_jax.engine.batch import no_masks
 from poss_jax.engine.grammar import Grammar, GrammarCompiler
 from poss_jax.engine.grammar_trials import LIMITS
 from poss_jax.engine.guides import GrammarState, Walk
 from poss_jax.engine.leader import follow
-from poss_jax.engine.live import no_masks
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scoring import score_prompt
 
@@ -65,7 +65,7 @@ REQUESTS = [  # grammar, settings
 
 @pytest.fixture(scope="module", autouse=True)
 def same_layout() -> Iterator[None]:
-    with one_layout(num_biased=2), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("poss_jax.engine.device._LEAST_ROWS", 128)
         yield
 
@@ -139,7 +139,7 @@ def test_drafts_change_no_text(
 def test_without_time_to_walk_texts_are_the_same(
     alone: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "_WALK_SECONDS", 0.0)
+    monkeypatch.setattr(batch, "_WALK_SECONDS", 0.0)
     engine = draw_engine(TREE)
     answers = engine.decode(prepare_all(engine), batch_size=4)
     assert [one.output_ids for one in answers] == [one.output_ids for one in alone]
@@ -149,7 +149,7 @@ def test_texts_of_sampled_drafts_match_too(
     alone: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy ones are still the target's; walks over drawn trees have all the time they need."""
-    monkeypatch.setattr(live, "_WALK_SECONDS", 0.0)
+    monkeypatch.setattr(batch, "_WALK_SECONDS", 0.0)
     engine = draw_engine(TREE, drafting="sampled")
     answers = engine.decode(prepare_all(engine), batch_size=4)
     check_matches(answers)
@@ -217,9 +217,9 @@ def test_a_follower_needs_no_grammar(
     finally:
         scheduler.close()
     assert [one and one.output_ids for one in answers] == [one.output_ids for one in alone]
-    monkeypatch.setattr(slots, "walk_trees", None)
+    monkeypatch.setattr(batch, "walk_trees", None)
     follow(theirs)
-    for a, b in zip(jax.tree.leaves(theirs._state), jax.tree.leaves(ours._state), strict=True):
+    for a, b in zip(jax.tree.leaves(theirs.state), jax.tree.leaves(ours.state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -19,9 +19,9 @@ from poss_jax import UserError
 from poss_jax.config.models import TreeConfig
 from poss_jax.engine import grammar as grammars
 from poss_jax.engine import grammar_trials
+from poss_jax.engine.batch import no_masks
 from poss_jax.engine.grammar import Grammar, GrammarCompiler
 from poss_jax.engine.grammar_trials import Trial
-from poss_jax.engine.live import no_masks
 
 TREE = TreeConfig(depth=2, top_k=2, total_tokens=5)
 CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}

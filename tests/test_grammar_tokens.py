@@ -9,8 +9,8 @@ import pytest
 from tokenizer_pool import EOS, POOL, SPECIAL, TAGS, VOCAB_SIZE, ids_of, spell, tokenizer_of
 
 from poss_jax import UserError
+from poss_jax.engine.batch import no_masks
 from poss_jax.engine.grammar import Grammar, GrammarCompiler, compiler_of
-from poss_jax.engine.live import no_masks
 from poss_jax.engine.text import decode_behind
 from poss_jax.serving.tools import FORMS, call_grammar, marks_of
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from models import certain_pair, make_engine, one_layout, tiny_llama
+from models import certain_pair, make_engine, tiny_llama
 from test_grammar import E3, POSS, TREE, draw_engine, make_slots, prepare_all
 from test_mesh import EIGHT, random_engine
 from test_mesh import POSS as POSS_ON_MESH
@@ -16,8 +16,8 @@ LOOKUP = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def same_layout() -> Iterator[None]:
-    with one_layout(num_biased=2), pytest.MonkeyPatch.context() as patch:
+def few_programs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("poss_jax.engine.device._LEAST_ROWS", 128)
         yield
 

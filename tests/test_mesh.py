@@ -24,9 +24,8 @@ from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.decode.tree import root_tree
 from poss_jax.engine import device
+from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.device import least_bytes
-from poss_jax.engine.live import run_live
-from poss_jax.engine.rounds import run_round, start
 from poss_jax.model.quantise import quantise_target
 from poss_jax.model.ranking import top_k
 from poss_jax.model.sharding import decoding_mesh, make_mesh
@@ -115,13 +114,6 @@ def test_a_mixed_batch_of_three_on_two_groups_of_four_is_that_of_one_device() ->
     assert answers == one.generate(prompts, **call)
     rounds = [len(answer.accepted_per_round) for answer in answers]
     assert max(rounds[:2]) != rounds[2]
-    prepared = [
-        groups.prepare(prompt, N, sampling) for prompt, sampling in zip(prompts, MIXED, strict=True)
-    ]
-    config, request = groups.request(prepared, batch_size=3)
-    live = [groups.live_answer(prompt) for prompt in prepared]
-    ended = {i: chunk.answer for i, chunk in run_live(groups.weights, config, request, live)}
-    assert [ended[i] for i in range(3)] == answers
 
 
 @pytest.mark.slow
@@ -154,14 +146,15 @@ def test_weights_and_caches_are_held_in_parts(engine: Engine) -> None:
     for name, (leaf, shape) in cut.items():
         assert leaf.sharding.shard_shape(leaf.shape) == shape, name
     assert draft["head"]["weight"] is target["head"]["weight"]
-    config, request = engine.request([engine.prepare(PROMPTS[0], N)])
-    state = start(engine.weights, config, request)
+    batch = FixedBatch(engine, [engine.prepare(PROMPTS[0], N)])
+    batch.start()
+    config, state = batch.config, batch.state
     for cache in (state.target_cache, state.draft.cache):
         assert cache.k[0].sharding.shard_shape(cache.k[0].shape) == (1, 1, config.rows, 8)
         assert cache.v[0].sharding.spec == P(None, "tensor")
     one = random_engine(POSS, None)
     sizes = [
-        least_bytes(e.weights, e.request([e.prepare([1], N)])[0], batch_size=1)
+        least_bytes(e.weights, FixedBatch(e, [e.prepare([1], N)]).config, batch_size=1)
         for e in (engine, one)
     ]
     assert sizes[0] < sizes[1] / 6
@@ -173,7 +166,7 @@ def test_memory_of_whole_caches_is_explained(monkeypatch: pytest.MonkeyPatch) ->
     for draft, end in ((E3, error), (POSS, "shorten the prompts")):
         one = random_engine(draft, MeshConfig(tensor=4))
         with pytest.raises(UserError, match=f"{end}$"):
-            one.request([one.prepare(PROMPTS[0], N)])
+            FixedBatch(one, [one.prepare(PROMPTS[0], N)])
 
 
 def test_a_quantised_weight_is_cut_with_its_scale() -> None:
@@ -187,11 +180,14 @@ def test_a_quantised_weight_is_cut_with_its_scale() -> None:
 @of_either
 def test_a_round_moves_no_weight_no_cache_and_no_scores(draft: DraftConfig) -> None:
     engine = random_engine(draft, EIGHT)
-    config, request = engine.request([engine.prepare(PROMPTS[0], N)])
-    state = start(engine.weights, config, request)
+    batch = FixedBatch(engine, [engine.prepare(PROMPTS[0], N)])
+    batch.start()
+    _, config, request, state = batch.arguments
     leaves, tree = jax.tree.flatten((request, state))
     again = jax.jit(
-        lambda weights, leaves: jax.tree.leaves(run_round(weights, config, *tree.unflatten(leaves)))
+        lambda weights, leaves: jax.tree.leaves(
+            phases.run_round(weights, config, *tree.unflatten(leaves))
+        )
     )
     text = again.lower(engine.weights, leaves).compile().as_text()
     assert "all-reduce" in text
@@ -219,8 +215,9 @@ def test_loaded_weights_are_those_of_one_device(fixtures: Path, num_kv_heads: in
 
 
 def test_measured_programs_run_on_the_mesh(engine: Engine) -> None:
-    config, request = engine.request([engine.prepare(PROMPTS[0], N)])
-    state = start(engine.weights, config, request)
+    batch = FixedBatch(engine, [engine.prepare(PROMPTS[0], N)])
+    batch.start()
+    _, config, request, state = batch.arguments
     tree = root_tree(state.root)
     out = phases.verify_tree(engine.weights, config, state, tree)
     assert out.logits.sharding.spec == P(None, None, "tensor")  # nobody gathers them

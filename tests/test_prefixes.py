@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import assert_same, certain_pair, make_engine, one_layout, random_draft, random_target
+from models import assert_same, certain_pair, make_engine, random_draft, random_target
 from test_mesh import DEEP, E3, EIGHT, POSS, TREE, random_engine
 from test_scheduler import DRAFT, LLAMA, SETTINGS, alone
 
@@ -30,7 +30,7 @@ TEXT = np.random.default_rng(0).integers(0, 61, 400).tolist()
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs() -> Iterator[None]:
-    with one_layout(num_biased=2), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("poss_jax.engine.device._LEAST_ROWS", 512)
         patch.setattr("poss_jax.engine.device.CPU_CHUNKS", (64, 16))
         yield
@@ -166,7 +166,7 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
         read(slots, TEXT[start : start + 200])
     kept = jax.tree.leaves(list(slots.prefixes._blocks.values()))
     assert sum(leaf.nbytes for leaf in kept) == 3 * block_bytes
-    needed = device.least_bytes(slots.weights, slots._config, batch_size=2)
+    needed = device.least_bytes(slots.weights, slots.config, batch_size=2)
     memory = needed + 5 * block_bytes
     monkeypatch.setattr("poss_jax.engine.device.device_memory", lambda: memory)
     monkeypatch.setattr("poss_jax.engine.prefixes.device_memory", lambda: memory)

@@ -35,6 +35,7 @@ from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.decode import speculate
+from poss_jax.engine.batch import FixedBatch
 from poss_jax.model.documents import encode
 from poss_jax.model.linear import linear
 from poss_jax.model.parameters import partition, place_tree, place_weights
@@ -257,7 +258,8 @@ def test_no_weight_becomes_wider_than_the_activations(kind):
     engine = make_engine(llama, target, config, draft, tree=TREE)
     sampling = [SAMPLED, SamplingConfig()]
     prompts = [engine.prepare([3, 4, 5], 8, one) for one in sampling]
-    decode_config, request = engine.request(prompts, batch_size=2)
+    batch = FixedBatch(engine, prompts, batch_size=2)
+    decode_config, request = batch.config, batch.request
 
     def decode(weights, request):
         state = speculate.start(weights, decode_config, request)

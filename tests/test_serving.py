@@ -16,7 +16,6 @@ import numpy as np
 import openai
 import pytest
 from chat_oracle import TOOL
-from models import one_layout
 from programs import Runs
 from serving import MODEL, Served, serving, until
 from test_text import byte_characters, byte_fallback
@@ -49,12 +48,6 @@ SETTINGS = [
 
 
 TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def same_layout() -> Iterator[None]:
-    with one_layout(num_biased=4):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ import jax
 import numpy as np
 import pytest
 from emitters import OLDER_EMITTERS
-from models import one_layout
 from test_mesh import E3, EIGHT, POSS, SAMPLED, TREE, random_engine
 
 from infer import serve
@@ -43,12 +42,6 @@ REQUESTS = [  # prompt, new tokens, settings
     ([9, 10], 9, SamplingConfig(temperature=0.7, seed=9, logit_bias={3: 2.0})),
     ([7] * 20, 1, SamplingConfig()),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def same_layout() -> Iterator[None]:
-    with one_layout(num_biased=1):
-        yield
 
 
 def prepare_all(engine: Engine) -> list[PreparedPrompt]:
@@ -90,7 +83,7 @@ def test_eight_devices_serve_the_texts_of_one_and_compile_nothing(
 
 def test_slots_are_made_in_parts() -> None:
     slots = Slots(random_engine(POSS, EIGHT), sizes=(1, 4), max_length=128)
-    cache = slots._state.target_cache.k[0]
+    cache = slots.state.target_cache.k[0]
     assert cache.sharding.shard_shape(cache.shape) == (1, 1, cache.shape[2], 8)
 
 
@@ -156,7 +149,7 @@ def test_a_follower_holds_the_texts_of_the_leader(
     store.num_timeouts = 2
     follow(theirs)
     assert theirs.size == ours.size and len(theirs.prefixes) == len(ours.prefixes) > 0
-    for a, b in zip(jax.tree.leaves(theirs._state), jax.tree.leaves(ours._state), strict=True):
+    for a, b in zip(jax.tree.leaves(theirs.state), jax.tree.leaves(ours.state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import test_grammar
-from models import one_layout
 from test_scheduler import SETTINGS, alone, draw_engine, wait_until
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.answers import Generation
+from poss_jax.engine.batch import RoundKind
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.scheduler import Closed, Scheduler
 from poss_jax.engine.scoring import score_prompt
-from poss_jax.engine.slots import RoundKind, Slots
+from poss_jax.engine.slots import Slots
 from poss_jax.engine.streams import Ticket
 from poss_jax.engine.warm_up import WarmUp, _Task
 
@@ -27,7 +27,7 @@ SAMPLED = SamplingConfig(temperature=1.0, seed=7)
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs() -> Iterator[None]:
-    with one_layout(num_biased=2), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("poss_jax.engine.device._LEAST_ROWS", 512)
         yield
 

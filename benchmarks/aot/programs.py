@@ -12,14 +12,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from benchmarks.aot.config import AheadConfig
 from infer.bench import costs
+from infer.bench.phases import run_round, run_rounds
 from poss_jax.checkpoint.folder import read_draft, read_target
 from poss_jax.checkpoint.record import ModelRecord, TargetIdentity
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError
+from poss_jax.decode import speculate
 from poss_jax.decode.state import Request, StaticShape, Weights
 from poss_jax.engine.device import ACCELERATOR_CHUNKS, with_rows
 from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
-from poss_jax.engine.rounds import prefill, run_round, run_rounds, start
+from poss_jax.engine.steps import on_mesh
 from poss_jax.engine.trees import fit_tree
 from poss_jax.learn.task import describe_draft
 from poss_jax.model.families import init_draft
@@ -66,6 +68,10 @@ class Plan(NamedTuple):
         return cost / costs.num_parts(self.mesh)
 
 
+_prefill = jax.jit(on_mesh(speculate.prefill), static_argnums=1)
+_start = on_mesh(speculate.start)
+
+
 class Compiled(NamedTuple):
     """A compiled program."""
 
@@ -109,7 +115,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
 def compile_program(name: str, plan: Plan) -> Compiled:
     """Compiles one of `AheadConfig.programs`."""
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
-    jitted = {"prefill": prefill, "rounds": run_rounds}.get(name, run_round)
+    jitted = {"prefill": _prefill, "rounds": run_rounds}.get(name, run_round)
     state = () if name == "prefill" else (state_shapes(plan, decode),)
     began = time.monotonic()
     lowered = jitted.lower(plan.weights, decode, plan.request, *state)
@@ -197,13 +203,16 @@ def _cast(params: Params, dtype: Any) -> Params:
 def _request(config: AheadConfig, decode: StaticShape, mesh: Mesh) -> Request:
     prompts = [PreparedPrompt([0], 1, config.sampling)] * config.batch_size
     stop_ids = [decode.target.eos_token_ids] * config.batch_size
-    request = make_request(lay_out(prompts, stop_ids, num_tokens=decode.rows))
+    host = lay_out(prompts, stop_ids, num_tokens=decode.rows)
+    request = jax.eval_shape(make_request, host)
+    if config.sampling.is_plain:
+        request = request.replace(sampling=None)
     return jax.tree.map(lambda leaf: _placed(leaf, replicate(mesh)), request)
 
 
 def state_shapes(plan: Plan, decode: StaticShape) -> Any:
     """Shapes of the state after the prompt."""
-    state = jax.eval_shape(lambda w, r: start(w, decode, r), plan.weights, plan.request)
+    state = jax.eval_shape(lambda w, r: _start(w, decode, r), plan.weights, plan.request)
 
     def with_sharding(leaf: Any) -> Any:
         return _placed(leaf, NamedSharding(plan.mesh, partition_state(leaf.shape, plan.mesh)))

@@ -22,10 +22,11 @@ from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.engine.answers import Generation
+from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.dialogue import Dialogue, answer_all
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.rounds import decode_batch, on_mesh, run_rounds, start
+from poss_jax.engine.steps import on_mesh
 from poss_jax.model import target
 from poss_jax.model.parameters import count_parameters
 from poss_jax.model.ranking import choose
@@ -34,7 +35,7 @@ from poss_jax.model.target import compute_dtype
 from poss_jax.program.output import waiting
 
 from .costs import Device, decode, describe_workload, num_parts
-from .phases import time_in_turn
+from .phases import run_rounds, time_in_turn
 from .rates import device_name
 
 AUTOREGRESSIVE = "autoregressive"
@@ -63,11 +64,13 @@ class Decoder:
         cold = time_first_token(self.engine, first)
         compiled = set()
         for prompt in _prompts_of_all_capacities(self.engine, dialogues):
-            config, request = self.engine.request([prompt], batch_size=batch_size)
-            program = config, jax.tree.structure(request)
+            batch = FixedBatch(self.engine, [prompt], batch_size=batch_size)
+            program = batch.config, jax.tree.structure(batch.request)
             if program not in compiled:
-                short = request.replace(max_new_tokens=jnp.minimum(request.max_new_tokens, 2))
-                jax.block_until_ready(decode_batch(self.engine.weights, config, short))
+                limits = jnp.minimum(batch.request.max_new_tokens, 2)
+                batch.request = batch.request.replace(max_new_tokens=limits)
+                batch.start()
+                jax.block_until_ready(run_rounds(*batch.arguments))
                 compiled.add(program)
         self.compile_seconds = time.monotonic() - started
         warm = [time_first_token(self.engine, first) for _ in range(_FIRST_TOKEN_CALLS)]
@@ -187,15 +190,16 @@ def play(
     copies, times = [replace(dialogue) for dialogue in dialogues], []
 
     def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
-        config, request = engine.request(prompts, batch_size=batch_size)
-        request = jax.block_until_ready(request)
+        batch = FixedBatch(engine, prompts, batch_size=batch_size)
+        jax.block_until_ready(batch.request)
         started = time.perf_counter()
-        state = jax.block_until_ready(start(engine.weights, config, request))
+        batch.start()
+        jax.block_until_ready(batch.state)
         first = time.perf_counter()
-        state = jax.block_until_ready(run_rounds(engine.weights, config, request, state))
+        batch.state = jax.block_until_ready(run_rounds(*batch.arguments))
         share = (time.perf_counter() - started) / len(prompts)
         times.extend([(share, first - started)] * len(prompts))
-        return engine.read(prompts, state.output)
+        return batch.read()
 
     timed: list[list[Timed]] = [[] for _ in copies]
     for number, (index, answer) in enumerate(
@@ -248,13 +252,13 @@ def time_batches(
     """Decodes all prompts; times prefill and all rounds up to the finished outputs."""
     answers, seconds = [], 0.0
     for first in range(0, len(prompts), batch_size):
-        batch = prompts[first : first + batch_size]
-        config, request = engine.request(batch, batch_size=batch_size)
-        request = jax.block_until_ready(request)
+        batch = FixedBatch(engine, prompts[first : first + batch_size], batch_size=batch_size)
+        jax.block_until_ready(batch.request)
         started = time.perf_counter()
-        output = jax.block_until_ready(decode_batch(engine.weights, config, request).output)
+        batch.start()
+        batch.state = jax.block_until_ready(run_rounds(*batch.arguments))
         seconds += time.perf_counter() - started
-        answers += engine.read(batch, output)
+        answers += batch.read()
     return answers, seconds
 
 
@@ -277,16 +281,17 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dic
       `floor` of a step in the middle, and `floor_to_loop`.
     """
     num_steps = max(prompt.max_new_tokens, 32) - 1  # so that there are steps
-    config, request = engine.request([PreparedPrompt(prompt.ids, num_steps + 1)])
-    request = request.replace(stop_ids=jnp.full_like(request.stop_ids, -1))
-    arguments = engine.weights, config, request, start(engine.weights, config, request)
-    programs = {run: partial(run, *arguments) for run in (_plain_steps, _loop)}
+    batch = FixedBatch(engine, [PreparedPrompt(prompt.ids, num_steps + 1)])
+    no_stop = jnp.full_like(batch.request.stop_ids, -1)
+    batch.request = batch.request.replace(stop_ids=no_stop)
+    batch.start()
+    programs = {run: partial(run, *batch.arguments) for run in (_plain_steps, _loop)}
     seconds = time_in_turn(programs, _STEP_CALLS)
     plain, loop = (1000 * np.median(calls) / num_steps for calls in seconds.values())
     ratio = np.median(seconds[_loop] / seconds[_plain_steps])
     context = len(prompt.ids) + num_steps // 2
-    work = describe_workload(engine.weights, config, batch=1, context=context)
-    floor = (decode(work) / num_parts(config.mesh)).milliseconds(device)
+    work = describe_workload(engine.weights, batch.config, batch=1, context=context)
+    floor = (decode(work) / num_parts(engine.mesh)).milliseconds(device)
     return {
         "plain": float(plain),
         "loop": float(loop),

@@ -22,9 +22,10 @@ from poss_jax.decode import speculate, verify
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Tree, root_tree
 from poss_jax.decode.verify import Acceptance
+from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.rounds import on_mesh, run_round, start
+from poss_jax.engine.steps import on_mesh
 from poss_jax.model.target import Verified
 
 from .costs import Device, cost_card, describe_workload, floors, num_parts
@@ -37,6 +38,8 @@ _Name = TypeVar("_Name")
 
 verify_tree = jax.jit(on_mesh(speculate.verify_tree, is_state=False), static_argnums=1)
 commit = jax.jit(on_mesh(speculate.commit), static_argnums=1, donate_argnums=3)
+run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
+run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_argnums=3)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -70,13 +73,15 @@ class Batch:
     def __init__(
         self, engine: Engine, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1
     ) -> None:
-        self.weights = engine.weights
-        self.config, self.request = engine.request(prompts, batch_size=batch_size)
+        self._batch = FixedBatch(engine, prompts, batch_size=batch_size)
+        self.weights, self.config = self._batch.weights, self._batch.config
+        self.request = self._batch.request
         self.state = mark_done(self.start())
         self._tree = root_tree(self.state.root)
 
     def start(self) -> DecodeState:
-        return start(self.weights, self.config, self.request)
+        self._batch.start()
+        return self._batch.state
 
     def draft(self, tree: TreeConfig) -> Tree:
         config = self.config._replace(tree=tree)
@@ -162,7 +167,7 @@ def measure_card(
       bytes and FLOPs per device, floor in milliseconds, and floor / measured.
     """
     phases = measure_phases(engine, prompt, num_calls=num_calls)
-    config, num_tokens = engine.request([prompt])[0], len(prompt.ids)
+    config, num_tokens = FixedBatch(engine, [prompt]).config, len(prompt.ids)
     work = describe_workload(engine.weights, config, batch=1, context=num_tokens)
     parts = num_parts(config.mesh)
     card = {name: cost / parts for name, cost in cost_card(work, prompt_tokens=num_tokens).items()}

@@ -30,9 +30,10 @@ from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Candidates, Tree, make_tree, root_tree
 from poss_jax.engine.answers import mean_acceptance_length
+from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.rounds import on_mesh, start
+from poss_jax.engine.steps import on_mesh
 from poss_jax.engine.trees import default_tree
 
 from ..bench.measure import time_batches
@@ -205,15 +206,14 @@ def record(
     recording = Recording([], [])
     size = min(_RECORDED_TOGETHER, len(prompts))
     for first in range(0, len(prompts), size):
-        batch = prompts[first : first + size]
-        config, request = engine.request(batch, batch_size=size)
-        state, steps = start(engine.weights, config, request), []
-        config = config._replace(tree=tree)
-        while not bool(state.output.is_done.all()):
-            state, candidates = _record_step(engine.weights, config, request, state)
+        batch, steps = FixedBatch(engine, prompts[first : first + size], batch_size=size), []
+        batch.start()
+        batch.config = batch.config._replace(tree=tree)
+        while not bool(batch.state.output.is_done.all()):
+            batch.state, candidates = _record_step(*batch.arguments)
             fields = {name: getattr(candidates, name) for name in _RANKED}
             steps.append(jax.device_get(fields))
-        for row, answer in enumerate(engine.read(batch, state.output)):
+        for row, answer in enumerate(batch.read()):
             text = answer.output_ids
             mine = [{name: step[name][row] for name in step} for step in steps[: len(text) - 1]]
             recording.lengths.append(len(text))

@@ -1,7 +1,6 @@
-"""Answers: whole from a finished batch, or growing round by round.
+"""Answers, which grow round by round.
 
-a batch:   Output (device) ─► Generation
-a stream:  PackedRounds (device) ─► Round ─► Chunk, with its text; the last holds the Generation
+PackedRounds (device) ─► Round ─► LiveAnswer.add ─► Chunk; the last holds the Generation
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import numpy as np
 
 from poss_jax.engine.guides import GrammarState
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.text import Piece, TextStream, decode_behind, find_anchor
+from poss_jax.engine.text import Piece, TextStream, find_anchor
 
 StopReason = Literal["stop", "length", "cancelled"]
 
@@ -149,37 +148,6 @@ def begin_text(
     for count, token in enumerate(continued, start=1):
         stream.push(token, depth=0, may_stop=count > prompt.sampling.min_tokens)
     return stream
-
-
-def read_answer(
-    prompt: PreparedPrompt,
-    output: dict[str, np.ndarray],
-    row: int,
-    stop_ids: Sequence[int],
-    tokenizer: Any,
-) -> Generation:
-    """Reads one sequence of a finished batch.
-
-    Args:
-      output: fields of `decode.state.Output`, on the host.
-      tokenizer: the target's; None: no text.
-    """
-    tokens = output["tokens"][row, : output["num_tokens"][row]].tolist()
-    rounds = slice(0, output["num_rounds"][row])
-    is_stopped = tokens[-1] in stop_ids
-    text = None
-    if tokenizer is not None:
-        shown = tokens[:-1] if is_stopped else tokens
-        text = decode_behind(tokenizer, answer_anchor(prompt, tokenizer), shown)
-    return Generation(
-        prompt_ids=prompt.ids,
-        output_ids=tokens,
-        text=text,
-        accepted_per_round=output["num_accepted"][row, rounds].tolist(),
-        offered_per_round=output["num_offered"][row, rounds].tolist(),
-        copied_per_round=output["num_copied"][row, rounds].tolist(),
-        stop_reason="stop" if is_stopped else "length",
-    )
 
 
 class LiveAnswer:

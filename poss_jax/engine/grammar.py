@@ -3,7 +3,7 @@
     Grammar ─► GrammarCompiler (a target's) ─► GrammarState (an answer's) ─► masks, a bit per token
 
 `llguidance` reads schemas and grammars and matches tokens byte by byte. It needs about 30 us per
-node, so the host walks the drafted tree between drafting and verifying (`live.py`): deeper nodes
+node, so the host walks the drafted tree between drafting and verifying (`batch.py`): deeper nodes
 that a grammar forbids are cut off, and tokens that are certain take their places, such as the name
 of the next field (`guides.py`).
 """

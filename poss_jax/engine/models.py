@@ -1,28 +1,300 @@
-"""The models of an engine on their devices: fused for decoding, placed, joined, replaced.
+"""The models of an engine on their devices: loaded, fused for decoding, placed, joined, replaced.
 
 A draft borrows the embedding and the head of its target (`join_weights`).
 """
 
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from poss_jax.checkpoint.folder import load_target, read_target
-from poss_jax.checkpoint.record import ModelRecord
-from poss_jax.config.models import LlamaConfig, Quantisation
-from poss_jax.config.paths import AnyPath
+from poss_jax.bundled.default import find_bundled, recommended_sampling
+from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
+from poss_jax.checkpoint.folder import load_draft, load_target, read_target
+from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.models import (
+    DraftConfig,
+    Drafting,
+    LlamaConfig,
+    MeshConfig,
+    Quantisation,
+    TreeConfig,
+)
+from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
-from poss_jax.decode.state import Weights
-from poss_jax.engine.device import check_weights
+from poss_jax.data.tokenizer import load_tokenizer, special_ids
+from poss_jax.decode.state import StaticShape, Weights
+from poss_jax.engine.answers import LiveAnswer
+from poss_jax.engine.device import (
+    check_length,
+    check_weights,
+    default_dtype,
+    prefill_chunks,
+    with_rows,
+)
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.trees import Trees, check_lookup, choose_trees, find_tuned, tree_for
 from poss_jax.model.parameters import check_params, place_params, place_weights
 from poss_jax.model.quantise import Quantised, quantise_specialists, round_rows
+from poss_jax.model.sharding import decoding_mesh
 from poss_jax.model.specialists import borrow_from_target, fuse_draft
 from poss_jax.model.target import compute_dtype, fuse_target
 from poss_jax.shapes import Params
+
+ModelsT = TypeVar("ModelsT", bound="Models")
+
+
+class Models:
+    """A target, optionally a draft, and how they decode.
+
+    Attributes:
+      record: record of the target, as it was loaded.
+      fingerprint: name of the target's weights: their digest, or drawn by `update_weights`.
+      target_config: shape of the target.
+      draft_config: shape of the draft; None decodes autoregressively.
+      weights: parameters of both, on the device, fused for decoding.
+      trees: size of the draft tree per batch size, clamped to what can be drafted.
+      drafting: how the draft proposes tokens when sampling.
+      lookup: most tokens that a round copies from prompt and answer; 0: none.
+      tokenizer: the target's tokenizer; None if the model folder has none (token ids still work).
+      stop_ids: tokens that end an answer.
+      max_length: most tokens of prompt and answer together.
+      mesh: grid of devices; None is one device.
+      recommended: how the target's authors recommend to sample from it; the calls below are greedy
+        unless a call says otherwise.
+    """
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        params: Params,
+        *,
+        tokenizer: Any = None,
+        tree: TreeConfig | Trees | None = None,
+        max_length: int | None = None,
+        drafting: Drafting = "coupled",
+        lookup: int = 0,
+        mesh: MeshConfig | Mesh | None = None,
+    ) -> None:
+        """Holds a target; `with_draft` adds a draft.
+
+        Args:
+          record: record of the target.
+          params: parameters of the target. The engine keeps some of these arrays: do not donate
+            them to a function.
+          tokenizer: the target's tokenizer; None accepts token ids only.
+          tree, max_length, drafting, lookup, mesh: as in `load`.
+
+        Raises:
+          UserError: lookup with sampled drafts.
+        """
+        check_lookup(lookup, drafting)
+        self.record = record
+        self.fingerprint = record.fingerprint
+        self.target_config = record.llama
+        self.draft_config: DraftConfig | None = None
+        self.mesh = decoding_mesh(mesh)
+        self.weights = Weights(fuse(params, self.target_config, self.mesh), {})
+        self._own_draft: Params = {}  # the draft's own weights, and `vocabulary`
+        self._given_trees = tree  # None: each draft has its own
+        self.trees = choose_trees(tree)
+        self.drafting: Drafting = drafting
+        self.lookup = lookup
+        self.tokenizer = tokenizer
+        eos = [] if tokenizer is None else special_ids(tokenizer, "eos")
+        self.stop_ids = sorted({*self.target_config.eos_token_ids, *eos})
+        self.max_length = check_length(max_length, self.target_config.max_position_embeddings)
+        self.recommended = SamplingConfig()
+
+    @property
+    def max_accepted(self) -> int:
+        """Most drafted or copied tokens that a round can accept; 0 without a draft and lookup."""
+        configs = (self.config_with(tree, 2, self.max_length) for tree in self.trees.values())
+        return max(config.max_accepted for config in configs)
+
+    @classmethod
+    def load(
+        cls: type[ModelsT],
+        target: str | AnyPath,
+        draft: str | AnyPath | None = None,
+        *,
+        tree: TreeConfig | Trees | None = None,
+        dtype: Any = None,
+        max_length: int | None = None,
+        drafting: Drafting = "coupled",
+        lookup: int = 0,
+        allow_target_mismatch: bool = False,
+        draft_vocabulary: str | AnyPath | None = None,
+        draft_window: int | None = None,
+        quantise: Quantisation | None = None,
+        mesh: MeshConfig | Mesh | None = None,
+    ) -> ModelsT:
+        """Loads models.
+
+        Args:
+          target: model folder (see `poss convert`), or smollm2, the default one.
+          draft: folder of a draft made for it, or the name of a bundled one such as PosS-1; None
+            decodes autoregressively.
+          tree: size of the draft tree, or one per batch size (None there: no draft); None: those
+            that were tuned for the draft on this kind of device (see `poss tune`), else
+            `trees.default_trees`.
+          dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
+          max_length: most tokens of prompt and answer; None: what the target was made for.
+          drafting: how the draft proposes tokens when sampling: `coupled` and `argmax` leave
+            the output as it is, `sampled` in distribution only (see `DecodingConfig`).
+          lookup: most tokens that a round copies from prompt and answer, with or without a draft;
+            0: none. The output stays as it is (see `DecodingConfig`).
+          allow_target_mismatch: use a draft made for other weights of the same shape.
+          draft_vocabulary: file of the tokens that the draft may propose (see `poss draft-vocab`);
+            None: the one tuned with the trees, else the folder's, usually all tokens.
+          draft_window: newest tokens that the draft attends; None: its folder's, usually all.
+          quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
+            folder holds. The layers of a draft are rounded like its target's.
+          mesh: grid of devices, which load their own parts (see `MeshConfig`); None: one device.
+
+        Raises:
+          UserError: a folder is missing or broken, the target is quantised already, lookup with
+            sampled drafts, or something does not fit: draft, vocabulary, mesh, or weights into
+            memory.
+        """
+        mesh, dtype = decoding_mesh(mesh), dtype or default_dtype()
+        target = find_bundled(target)
+        record, params = load_fused(target, dtype, quantise=quantise, mesh=mesh)
+        tokenizer = load_tokenizer(as_path(target)) if record.tokenizer_sha256 is not None else None
+        engine = cls(
+            record,
+            params,
+            tokenizer=tokenizer,
+            tree=tree,
+            max_length=max_length,
+            drafting=drafting,
+            lookup=lookup,
+            mesh=mesh,
+        )
+        engine.recommended = recommended_sampling(target)
+        if draft is None:
+            return engine
+        return engine.load_draft(
+            draft,
+            dtype=dtype,
+            allow_target_mismatch=allow_target_mismatch,
+            vocabulary=draft_vocabulary,
+            window=draft_window,
+        )
+
+    def load_draft(
+        self: ModelsT,
+        draft: str | AnyPath,
+        *,
+        dtype: Any = None,
+        allow_target_mismatch: bool = False,
+        vocabulary: str | AnyPath | None = None,
+        window: int | None = None,
+    ) -> ModelsT:
+        """Returns one of the same target with the draft of a model folder (see `load`)."""
+        draft = find_bundled(draft)
+        record, params = load_draft(
+            draft,
+            dtype or default_dtype(),
+            target=self.record,
+            allow_target_mismatch=allow_target_mismatch,
+            sharding=self.mesh and place_weights(self.mesh),
+        )
+        tuned = None if self._given_trees else find_tuned(draft, record, self.mesh)
+        if vocabulary is None and tuned is not None:
+            vocabulary = tuned.draft_vocabulary
+        if vocabulary is not None:
+            tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
+            record = with_vocabulary(record, tokens.tolist(), origin=str(draft))
+        if window is not None:
+            record = replace(record, config=replace(record.draft, window=window))
+        return self.with_draft(record, params, tuned=tuned and tuned.trees)
+
+    def with_draft(
+        self: ModelsT, record: ModelRecord, params: Params, *, tuned: Trees | None = None
+    ) -> ModelsT:
+        """Returns one of the same target with a draft; shares the target's weights.
+
+        Args:
+          record: record of the draft.
+          params: parameters of the draft.
+          tuned: trees tuned for it, used unless this engine was given others.
+        """
+        engine = copy(self)
+        engine.draft_config = record.draft
+        engine._own_draft = fuse_own(params, record, self.record.quantised, self.mesh)
+        engine.weights = join_weights(self.weights.target, engine._own_draft, self.mesh)
+        engine.trees = choose_trees(self._given_trees or tuned, engine.weights.draft)
+        return engine
+
+    def with_tree(
+        self: ModelsT,
+        tree: TreeConfig | Trees,
+        *,
+        drafting: Drafting | None = None,
+        lookup: int | None = None,
+    ) -> ModelsT:
+        """Returns one of the same models with another tree; None keeps what is set."""
+        engine = copy(self)
+        engine.lookup = self.lookup if lookup is None else lookup
+        check_lookup(engine.lookup, drafting or self.drafting)
+        engine._given_trees = tree
+        engine.trees = choose_trees(tree, self.weights.draft)
+        engine.drafting = drafting or self.drafting
+        return engine
+
+    def update_weights(self, params: Params) -> None:
+        """Replaces the target's parameters; nothing is compiled again.
+
+        The draft keeps its parameters and uses the new embedding and head. A request that is being
+        streamed ends with the old target, and engines that share it (`with_draft`, `with_tree`)
+        keep it. Old and new parameters are both held until this returns, and no array of `params`
+        is kept, so a trainer may donate them.
+
+        Args:
+          params: parameters of a target of the same shape and dtype, as `__init__` takes them.
+
+        Raises:
+          UserError: other names, shapes or dtypes, or the engine's target is quantised.
+        """
+        old = self.weights.target
+        target = replace_target(old, params, self.target_config, self.mesh)
+        self.weights = join_weights(target, self._own_draft, self.mesh)
+        self.fingerprint = secrets.token_hex(8)  # hashing the weights would be slower
+
+    def decode_config(self, length: int, batch_size: int = 1) -> StaticShape:
+        """Static settings of a call; `length` holds prompt and answer, see `with_rows`."""
+        return self.config_with(tree_for(self.trees, batch_size), length, self.max_length)
+
+    def config_with(self, tree: TreeConfig | None, length: int, max_length: int) -> StaticShape:
+        """Static settings of decoding with a tree, or (None) without a draft."""
+        draft = self.draft_config if tree else None
+        config = StaticShape(
+            self.target_config,
+            draft and replace(draft, trained_depth=1),  # EAGLE-2 and HASS have the same programs
+            tree or TreeConfig(),
+            rows=0,
+            chunk=prefill_chunks()[0],
+            drafting=self.drafting,
+            mesh=self.mesh,
+            lookup=self.lookup if tree else 0,
+        )
+        return with_rows(config, length, max_length=max_length)
+
+    def stop_ids_of(self, prompt: PreparedPrompt) -> Sequence[int]:
+        """Tokens that end the answer to a prompt."""
+        return self.stop_ids if prompt.stop_ids is None else prompt.stop_ids
+
+    def live_answer(self, prompt: PreparedPrompt, stop: Sequence[str] = ()) -> LiveAnswer:
+        """Begins an answer that grows round by round."""
+        return LiveAnswer(prompt, self.stop_ids_of(prompt), self.tokenizer, stop)
 
 
 def load_fused(

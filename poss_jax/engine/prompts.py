@@ -1,6 +1,6 @@
 """Prompts of every kind -> token ids that fit, with their settings; several of them -> a batch.
 
-    str, ids or messages ─► Engine.prepare ─► PreparedPrompt ─► lay_out ─► HostRequest ─► Request
+    str, ids or messages ─► Engine.prepare ─► PreparedPrompt ─► lay_out ─► Request
 
 `Engine.prepare` tokenises and checks a prompt, once: code that takes a `PreparedPrompt` trusts it.
 """
@@ -13,8 +13,6 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.config.decoding import SamplingConfig
@@ -22,9 +20,15 @@ from poss_jax.config.reading import UserError, lone_surrogates, shorten
 from poss_jax.data.marks import encode_rendered, find_left_out, hide_marks
 from poss_jax.data.rendering import RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer
-from poss_jax.decode.sampling import OF_OUTPUT, SETTINGS, Sampling
+from poss_jax.decode.sampling import SETTINGS, Sampling
 from poss_jax.decode.state import Request
 from poss_jax.engine.guides import GrammarState
+
+MOST_BIASED = 300
+"""Tokens that a request to a server may bias, as in the OpenAI API."""
+
+MOST_STOP_IDS = 16
+"""Tokens that may end the answer to a request to a server."""
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or chat messages ({"role", "content"}, and other fields the template reads)."""
@@ -104,19 +108,6 @@ def limit_answer(
     if num_tokens + max_new_tokens > max_length:
         raise PromptTooLong(num_tokens, max_new_tokens, max_length)
     return max_new_tokens
-
-
-class HostRequest(NamedTuple):
-    """A batch on the host: arrays of NumPy, with the names, shapes and types of `Request`."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    max_new_tokens: np.ndarray
-    stop_ids: np.ndarray
-    sampling: dict[str, np.ndarray] | None  # fields of `Sampling`
-    output_starts: np.ndarray | None
-    drafts: np.ndarray | None
-    lookup: np.ndarray | None
 
 
 def encode_prompt(
@@ -230,69 +221,52 @@ def fold_seed(seed: int) -> int:
 
 
 def lay_out(
-    prompts: Sequence[PreparedPrompt],
-    stop_ids: Sequence[Sequence[int]],
-    *,
-    num_tokens: int,
-    num_stop_ids: int = 1,
-    num_biased: int | None = None,
-) -> HostRequest:
-    """Lays a batch into arrays of the host.
+    prompts: Sequence[PreparedPrompt], stop_ids: Sequence[Sequence[int]], *, num_tokens: int
+) -> dict[str, Any]:
+    """Lays a batch into arrays of NumPy, by the names of `Request` and `Sampling`.
+
+    Settings that a server takes do not change the shapes.
 
     Args:
       stop_ids: tokens that end each answer.
       num_tokens: capacity per sequence, at least the longest prompt.
-      num_stop_ids: least capacity for the stop ids of each.
-      num_biased: capacity for the biases of each, which gives all prompts the same shapes. None: as
-        much as is needed, and None for settings that no prompt uses.
     """
     tokens = np.zeros((len(prompts), num_tokens), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt.ids)] = prompt.ids
-    width = max(num_stop_ids, *map(len, stop_ids))
+    width = max(MOST_STOP_IDS, *map(len, stop_ids))
     lengths = np.asarray([len(prompt.ids) for prompt in prompts], np.int32)
     continued = np.asarray([prompt.num_continued for prompt in prompts], np.int32)
-    settings = [prompt.sampling for prompt in prompts]
-    drafts = np.asarray([prompt.drafts for prompt in prompts])
-    lookup = np.asarray([prompt.lookup for prompt in prompts])
-    has_all = num_biased is not None
-    has_sampling = has_all or not all(sampling.is_plain for sampling in settings)
-    return HostRequest(
-        tokens=tokens,
-        lengths=lengths,
-        max_new_tokens=np.asarray([prompt.max_new_tokens for prompt in prompts], np.int32),
-        stop_ids=np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32),
-        sampling=_lay_out_sampling(settings, num_biased) if has_sampling else None,
-        output_starts=lengths - continued if has_all or continued.any() else None,
-        drafts=drafts if has_all or not drafts.all() else None,
-        lookup=lookup if has_all or not lookup.all() else None,
-    )
+    limits = [prompt.max_new_tokens for prompt in prompts]
+    return {
+        "tokens": tokens,
+        "lengths": lengths,
+        "max_new_tokens": np.asarray(limits, np.int32),
+        "stop_ids": np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32),
+        "output_starts": lengths - continued,
+        "drafts": np.asarray([prompt.drafts for prompt in prompts]),
+        "lookup": np.asarray([prompt.lookup for prompt in prompts]),
+        "sampling": _lay_out_sampling([prompt.sampling for prompt in prompts]),
+    }
 
 
-def make_request(host: HostRequest) -> Request:
-    """Turns what `lay_out` gives into arrays of JAX."""
-    fields = jax.tree.map(jnp.asarray, host)._asdict()
-    sampling = fields.pop("sampling")
-    return Request(**fields, sampling=sampling and Sampling(**sampling))
+def make_request(host: dict[str, Any]) -> Request:
+    """Makes a request of what `lay_out` gives, within a program of the devices."""
+    return Request(**host | {"sampling": Sampling(**host["sampling"])})
 
 
-def _lay_out_sampling(
-    settings: Sequence[SamplingConfig], num_biased: int | None
-) -> dict[str, np.ndarray]:
-    """Lays settings into columns by their names in `Sampling`; their biases are checked already."""
+def _lay_out_sampling(settings: Sequence[SamplingConfig]) -> dict[str, np.ndarray]:
+    """Lays settings into columns; their biases are checked already."""
     max_biased = max(len(sampling.logit_bias) for sampling in settings)
-    few_shapes = 1 << (max_biased - 1).bit_length() if max_biased else 0
-    width = few_shapes if num_biased is None else num_biased
+    width = MOST_BIASED if max_biased <= MOST_BIASED else 1 << (max_biased - 1).bit_length()
     ids = np.full((len(settings), width), -1, np.int32)
     bias = np.zeros((len(settings), width), np.float32)
     for row, sampling in enumerate(settings):
         ids[row, : len(sampling.logit_bias)] = list(sampling.logit_bias)
         bias[row, : len(sampling.logit_bias)] = list(sampling.logit_bias.values())
-    reads_output = num_biased is not None or any(sampling.reads_output for sampling in settings)
     columns = {
         name: np.asarray([getattr(sampling, name) for sampling in settings], dtype)
         for name, dtype in SETTINGS.items()
-        if reads_output or name not in OF_OUTPUT
     }
     return columns | {"bias_ids": ids, "bias": bias}
 

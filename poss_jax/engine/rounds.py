@@ -1,102 +1,22 @@
-"""Rounds: what runs on the devices without the host, and how new tokens reach it.
-
-    decode_batch   all rounds in one step, for answers that nobody streams
-    run_step       a few rounds: one step runs while the host reads the one before
-
-The steps in which slots read prompts are in `steps.py`.
-"""
+"""Rounds: how the new tokens of a step reach the host, and how many rounds a step has."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 
-from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeState, Logprobs, Output, Request, StaticShape, Weights
+from poss_jax.decode.state import Logprobs, Output, StaticShape
 from poss_jax.engine.answers import Round, TokenLogprobs
-from poss_jax.model.cache import KVCache
-from poss_jax.model.sharding import highest_of_groups, partition_state
-from poss_jax.model.target import Prefilled
-from poss_jax.shapes import Array, Bool, Int
+from poss_jax.shapes import Array
 
 MOST_ROUNDS = 32
 """Most rounds of one step."""
 
 _STEP_SECONDS = 0.02  # time a step should take
-
-StateT = TypeVar("StateT")
-
-
-def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callable[..., StateT]:
-    """Shards a decoding step along the axes of `StaticShape.mesh`, if there is one.
-
-    Args:
-      function: (weights, config, request, *state) -> state; the request may be on the host. All
-        arrays but weights are [B ...] or numbers.
-      is_state: shard the result as all states; False leaves it to the compiler, which then does
-        not gather the scores of a tree.
-    """
-
-    @wraps(function)
-    def run(weights: Weights, config: StaticShape, request: Any, *state: Any) -> StateT:
-        mesh = config.mesh
-        if mesh is None:
-            return function(weights, config, request, *state)
-
-        def run_group(weights: Weights, request: Any, *state: Any) -> Any:
-            result = function(weights, config, request, *state)
-            return _hold_cut(result, mesh) if is_state else result
-
-        cut, replicated = PartitionSpec("data"), PartitionSpec()
-        group = jax.shard_map(
-            run_group,
-            mesh=mesh,
-            in_specs=(replicated, cut, *[cut if _has_rows(tree) else replicated for tree in state]),
-            out_specs=cut,
-            axis_names={"data"},
-            check_vma=False,
-        )
-        return group(weights, request, *state)
-
-    return run
-
-
-def _has_rows(tree: Any) -> bool:
-    return jax.tree.leaves(tree)[0].ndim > 0
-
-
-def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
-    """Holds the sharding of a state fixed, so that all rounds are one program."""
-
-    def hold(leaf: jax.Array) -> jax.Array:
-        _, *inner = partition_state(leaf.shape, mesh)
-        return lax.with_sharding_constraint(leaf, PartitionSpec(None, *inner))
-
-    return jax.tree.map(hold, state)
-
-
-def jit_step(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Jits a step of slots, which given shapes of weights (see `steps`) compiles instead."""
-    jitted = jax.jit(on_mesh(function), static_argnums=1, **settings)
-
-    @wraps(function)
-    def run_or_compile(weights: Weights, *args: Any) -> Any:
-        if not isinstance(weights.target["norm"]["scale"], jax.ShapeDtypeStruct):
-            return jitted(weights, *args)
-        return jitted.lower(weights, *args).compile().out_info  # JAX keeps what is compiled
-
-    return run_or_compile
-
-
-# --------------------------------------------------------------------------------------------------
-# Rounds
 
 
 class PackedRounds(struct.PyTreeNode):
@@ -122,51 +42,6 @@ def pack_first(output: Output) -> PackedRounds:
     counts = output.num_tokens, output.num_rounds, output.is_done
     logprobs = jax.tree.map(lambda rows: rows[:, :1], output.logprobs)
     return _pack(counts, rounds, output.tokens[:, :1], logprobs)
-
-
-def _run_step(
-    weights: Weights,
-    config: StaticShape,
-    request: Request,
-    state: DecodeState,
-    is_active: Bool[Array, " B"],
-    num_rounds: Int[Array, " B"],
-) -> tuple[DecodeState, PackedRounds]:
-    # A sequence ended that the host still counts as running: stop after one round to free its slot.
-    is_news = highest_of_groups((state.output.is_done & is_active).any())
-    max_rounds = jnp.where(is_news, 1, num_rounds[0])
-    state = end_others(config, state, is_active)
-    previous, is_done = state.output, state.output.is_done
-
-    def goes_on(carry: tuple[Array, DecodeState]) -> Array:
-        index, state = carry
-        now = state.output.is_done
-        is_at_end = highest_of_groups((now != is_done).any()) | ~highest_of_groups(~now.all())
-        return (index < max_rounds) & ~is_at_end
-
-    def run_one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
-
-    _, state = lax.while_loop(goes_on, run_one, (jnp.array(0), state))
-    return state, pack_new(config, previous, state.output)
-
-
-def end_others(
-    config: StaticShape, state: DecodeState, is_active: Bool[Array, " B"]
-) -> DecodeState:
-    """Ends all sequences that are not active."""
-    is_done = state.output.is_done | ~is_active
-    # Attention reads the blocks of the longest sequence, so empty slots count as one row.
-    short = jnp.where(is_done, 1, config.rows)
-
-    def shortened(cache: KVCache) -> KVCache:
-        return cache.replace(length=jnp.minimum(cache.length, short))
-
-    output = state.output.replace(is_done=is_done)
-    state = state.replace(target_cache=shortened(state.target_cache), output=output)
-    if state.draft is not None:
-        state = state.replace(draft=state.draft.replace(cache=shortened(state.draft.cache)))
-    return state
 
 
 def pack_new(config: StaticShape, previous: Output, current: Output) -> PackedRounds:
@@ -198,55 +73,6 @@ def _pack(
     return PackedRounds(numbers, logprobs, num_rounds=rounds[0].shape[1])
 
 
-def _first_state(
-    weights: Weights, config: StaticShape, request: Request, caches: Any, last: Any, *allowed: Any
-) -> DecodeState:
-    return speculate.first_state(weights, config, request, Prefilled(*last, *caches), *allowed)
-
-
-# Several programs, not one: the caches of a running batch are the same arrays in all of them, and
-# what changes from call to call (prompts, limits) is data.
-prefill = jax.jit(on_mesh(speculate.prefill), static_argnums=1)
-_choose_first = jax.jit(on_mesh(_first_state), static_argnums=1, donate_argnums=3)
-run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
-run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_argnums=3)
-_step = jit_step(_run_step, donate_argnums=3)
-
-
-def start(weights: Weights, config: StaticShape, request: Request, *allowed: Any) -> DecodeState:
-    """`speculate.start` in two programs: however tokens are chosen, one does the prefill."""
-    read = config._replace(drafting="coupled", num_logprobs=0)
-    unchosen = request.replace(sampling=None, output_starts=None, drafts=None, lookup=None)
-    out = prefill(weights, read, unchosen)
-    return _choose_first(weights, config, request, out[2:], out[:2], *allowed)
-
-
-def run_step(
-    weights: Weights,
-    config: StaticShape,
-    request: Request,
-    state: DecodeState,
-    *,
-    active: Sequence[int] = (),
-    num_rounds: int = 1,
-) -> tuple[DecodeState, PackedRounds]:
-    """Runs some rounds, fewer if a sequence ends; returns before they are done.
-
-    Args:
-      state: donated.
-      active: indices of the sequences that continue; others end.
-      num_rounds: how many, at most `MOST_ROUNDS`.
-    """
-    is_active = mark(active, len(request.max_new_tokens))
-    rounds = np.full(len(is_active), num_rounds, np.int32)
-    return _step(weights, config, request, state, is_active, rounds)
-
-
-def mark(active: Sequence[int], batch_size: int) -> np.ndarray:
-    """Marks some of the sequences, [B] bool."""
-    return np.isin(np.arange(batch_size), active)
-
-
 # --------------------------------------------------------------------------------------------------
 # On the host
 
@@ -257,6 +83,19 @@ def read_rounds(rounds: PackedRounds) -> list[list[Round]]:
     columns = np.split(numbers, np.cumsum([3, *[rounds.num_rounds] * 3]), axis=1)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [list(_read_sequence(*row, logprobs, index)) for index, row in enumerate(rows)]
+
+
+def read_output(output: Output) -> list[list[Round]]:
+    """Brings all rounds of every sequence to the host; the first token is a round of its own."""
+    fields = jax.device_get(vars(output.replace(logprobs=None)))
+    names = ("num_tokens", "num_rounds", "is_done", "num_accepted", "num_offered", "num_copied")
+    sequences = list[list[Round]]()
+    rows = zip(*(fields[name].tolist() for name in (*names, "tokens")), strict=True)
+    for num_tokens, num_rounds, is_done, *records, (first, *tokens) in rows:
+        begun = Round([first], None, None, is_done=is_done and num_tokens == 1)
+        columns: Any = [num_tokens - 1, num_rounds, is_done], *records, tokens
+        sequences.append([begun, *_read_sequence(*columns, None, 0)])
+    return sequences
 
 
 def _read_sequence(
@@ -319,15 +158,3 @@ class Pace:
             ideal = min(max(int(_STEP_SECONDS / seconds), 1), MOST_ROUNDS)
             self.num_rounds = min(ideal, 2 * self.num_rounds)
         self._last = now
-
-
-def decode_batch(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
-    """Decodes until every sequence is done, without the host in between."""
-    return run_rounds(weights, config, request, start(weights, config, request))
-
-
-def compile_batch(weights: Weights, config: StaticShape, request: Request) -> None:
-    """Compiles the programs that answer a batch, whole or as streams, by answers of one token."""
-    ended = request.replace(max_new_tokens=jnp.ones_like(request.max_new_tokens))
-    # Nested, so that no name keeps the donated caches alive.
-    jax.block_until_ready(run_step(weights, config, ended, decode_batch(weights, config, ended)))

@@ -8,7 +8,7 @@ from poss_jax.decode.state import Logprobs, StaticShape, Weights
 from poss_jax.engine import steps
 from poss_jax.engine.answers import TokenLogprobs
 from poss_jax.engine.device import check_memory
-from poss_jax.engine.engine import Engine
+from poss_jax.engine.models import Models
 from poss_jax.engine.prompts import PreparedPrompt, lay_out
 from poss_jax.engine.rounds import read_scores
 
@@ -41,7 +41,7 @@ class Scoring:
         return scores
 
 
-def configure_scoring(engine: Engine, max_length: int, num_logprobs: int) -> StaticShape:
+def configure_scoring(engine: Models, max_length: int, num_logprobs: int) -> StaticShape:
     """Static settings for all prompts of up to `max_length` tokens; lists `num_logprobs` each."""
     config = engine.config_with(None, max_length, engine.max_length)
     return config._replace(num_logprobs=num_logprobs)
@@ -56,7 +56,7 @@ def read_all_scores(score_next: Callable[[], Logprobs], num_tokens: int) -> list
 
 
 def score_prompt(
-    engine: Engine, ids: Sequence[int], *, num_logprobs: int = 1, max_length: int | None = None
+    engine: Models, ids: Sequence[int], *, num_logprobs: int = 1, max_length: int | None = None
 ) -> list[TokenLogprobs]:
     """Scores every token of a prompt but the first, as answers' tokens are scored.
 

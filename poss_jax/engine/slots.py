@@ -12,53 +12,34 @@ with sampled drafts also on the number of active slots, which chooses the tree.
 On several hosts every process makes the same slots and calls them in the same order (`leader.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.decode.state import DecodeState, Logprobs, Request, StaticShape, Weights
-from poss_jax.engine import live, steps
+from poss_jax.decode.state import Logprobs, Request
+from poss_jax.engine import steps
+from poss_jax.engine.batch import Batch, RoundKind
 from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks
-from poss_jax.engine.engine import Engine
-from poss_jax.engine.guides import GrammarState
-from poss_jax.engine.live import Drafted, Plan, first_masks, walk_trees
+from poss_jax.engine.models import Models
 from poss_jax.engine.prefixes import Prefixes, make_prefixes, name_blocks
-from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, lay_out
-from poss_jax.engine.rounds import PackedRounds, mark, run_step
+from poss_jax.engine.prompts import (
+    MOST_BIASED,
+    MOST_STOP_IDS,
+    PreparedPrompt,
+    PromptTooLong,
+    lay_out,
+)
+from poss_jax.engine.rounds import PackedRounds
 from poss_jax.engine.scoring import Scoring, configure_scoring
 from poss_jax.engine.trees import cover_trees, tree_for
 from poss_jax.model.target import Prefill
 from poss_jax.shapes import Params
-
-MOST_BIASED = 300
-"""Tokens that a request may bias, as in the OpenAI API."""
-
-MOST_STOP_IDS = 16
-
-
-class RoundKind(NamedTuple):
-    """One kind of round, compiled once.
-
-    Attributes:
-      tree: size of the draft tree; None decodes autoregressively.
-      is_sampled: whether any slot has sampling settings.
-      has_logprobs: whether any slot wants log-probabilities.
-      is_guided: whether any slot has a grammar.
-      is_draftless: no slot wants drafts, so the draft is left out; after a round with no tree it
-        may be needed again, and follows along.
-    """
-
-    tree: TreeConfig | None
-    is_sampled: bool = False
-    has_logprobs: bool = False
-    is_guided: bool = False
-    is_draftless: bool = False
 
 
 class _Prefilling(NamedTuple):
@@ -70,7 +51,7 @@ class _Prefilling(NamedTuple):
     blocks: list[bytes]  # names
 
 
-class Slots:
+class Slots(Batch):
     """The slots of an engine; one thread makes all calls.
 
     Attributes:
@@ -85,7 +66,7 @@ class Slots:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Models,
         *,
         sizes: Sequence[int],
         max_length: int | None = None,
@@ -116,12 +97,12 @@ class Slots:
         self.engine = engine
         self._trees = [tree_for(engine.trees, n) for n in range(1, self.sizes[-1] + 1)]
         config = engine.config_with(cover_trees(self._trees), self.max_length, self.max_length)
-        self._config = config._replace(num_logprobs=max_logprobs)
+        self.config = config._replace(num_logprobs=max_logprobs)
         self.chunk = config.chunk
         # A batch is held twice while its size changes, plus the prompt in prefill.
         self._most = max_slots = max(self.sizes[-1], *map(sum, pairwise((0, *self.sizes)))) + 1
-        check_memory(engine.weights, self._config, batch_size=max_slots)
-        needed = max_slots * cache_bytes(engine.weights, self._config)
+        check_memory(engine.weights, self.config, batch_size=max_slots)
+        needed = max_slots * cache_bytes(engine.weights, self.config)
         if max_cache_bytes is not None and needed > max_cache_bytes:
             raise UserError(
                 f"batches of {', '.join(map(str, self.sizes))} answers of {self.max_length} tokens "
@@ -129,17 +110,16 @@ class Slots:
                 f"{max_cache_bytes / 2**30:.2f}; lower batch_size or max_length, or raise cache_gib"
             )
         self.prefixes = make_prefixes(
-            self.weights, self._config, max_prefix_bytes, batch_size=max_slots
+            self.weights, self.config, max_prefix_bytes, batch_size=max_slots
         )
         self._prefilling: _Prefilling | None = None
         self._last_prefill: _Prefilling | None = None
-        self._drafted: Drafted | None = None
         self._scoring: Scoring | None = None
         self._can_score = False  # compiled
         self._scoring_config = configure_scoring(engine, self.max_length, max_logprobs)
         request = self._put(PreparedPrompt([0], 1))
         slots = np.arange(self.sizes[0], dtype=np.int32)
-        self._request, self._state = steps.allocate(self.weights, self._config, request, slots)
+        self.request, self.state = steps.allocate(self.weights, self.config, request, slots)
         self.size = self.sizes[0]
 
     def check(self, prompt: PreparedPrompt) -> None:
@@ -160,14 +140,9 @@ class Slots:
 
     def _put(self, prompt: PreparedPrompt) -> Request:
         """Puts a request on the device, in arrays of the same shapes for all requests."""
-        host = lay_out(
-            [prompt],
-            [self.engine.stop_ids_of(prompt)],
-            num_tokens=self._config.rows,
-            num_stop_ids=MOST_STOP_IDS,
-            num_biased=MOST_BIASED,
-        )
-        return steps.put(self.weights, self._config, host)
+        stop_ids = [self.engine.stop_ids_of(prompt)]
+        host = lay_out([prompt], stop_ids, num_tokens=self.config.rows)
+        return steps.put(self.weights, self.config, host)
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:
         """Chunks of a prompt; the last one may be partial."""
@@ -181,16 +156,16 @@ class Slots:
         return self._last_prefill is not None and self._last_prefill.prompt[:2] == prompt[:2]
 
     def _name_blocks(self, prompt: PreparedPrompt) -> list[bytes]:
-        draft, length = self._config.draft, len(prompt.ids) + prompt.max_new_tokens
-        ropes = [self._config.target.rope, *([draft.layer.rope] if draft else [])]
+        draft, length = self.config.draft, len(prompt.ids) + prompt.max_new_tokens
+        ropes = [self.config.target.rope, *([draft.layer.rope] if draft else [])]
         rotations = [rope.rotation(length) for rope in ropes]
         return name_blocks(prompt.ids, rotations, chunk=self.chunk)
 
     def shapes(self) -> "Slots":
         """Slots of the same shapes that hold nothing: their steps compile, and run nothing."""
         shapes = copy(self)
-        held = shapes.weights, shapes._request, shapes._state
-        shapes.weights, shapes._request, shapes._state = steps.shapes_of(held)
+        held = shapes.weights, shapes.request, shapes.state
+        shapes.weights, shapes.request, shapes.state = steps.shapes_of(held)
         shapes._prefilling = shapes._last_prefill = None
         shapes.prefixes = Prefixes(self.prefixes.most)
         return shapes
@@ -217,7 +192,7 @@ class Slots:
 
     def _has_draftless(self, size: int) -> bool:
         """True if a batch of some size has rounds without the draft; larger ones do not."""
-        return self._config.draft is not None and size == self.sizes[0]
+        return self.config.draft is not None and size == self.sizes[0]
 
     def choose_kind(self, prompts: Sequence[PreparedPrompt], *, has_logprobs: bool) -> RoundKind:
         """The cheapest round that serves these requests; all but the plainest imply sampling."""
@@ -236,19 +211,6 @@ class Slots:
         return self._trees[max(num_active, fewest) - 1]
 
     # ----------------------------------------------------------------------------------------------
-    # Grammars, on one process
-
-    def masks(self, guides: Mapping[int, GrammarState], num_active: int) -> np.ndarray:
-        """Masks of the next token of some slots; a slot in `guides` follows its grammar."""
-        return first_masks(guides, num_active, self._config.target.vocab_size)
-
-    def walk(self, kind: RoundKind, guides: Mapping[int, GrammarState]) -> Plan:
-        """Walks the trees that `draft` drafted (see `walk_trees`)."""
-        assert self._drafted is not None, "want draft first"
-        _, config, *_ = self._batch(kind)
-        return walk_trees(config, self._drafted[0], guides)
-
-    # ----------------------------------------------------------------------------------------------
     # Steps, the same on all processes
 
     def begin(self, prompt: PreparedPrompt) -> int:
@@ -259,10 +221,10 @@ class Slots:
             self._prefilling = self._last_prefill._replace(prompt=prompt, request=request)
             return self.num_chunks(prompt)
         self._last_prefill, names = None, self._name_blocks(prompt)
-        prefill = steps.begin(self.weights, self._config, request)
+        prefill = steps.begin(self.weights, self.config, request)
         blocks = self.prefixes.find(names)
         for block in blocks:
-            prefill = steps.append_block(self.weights, self._config, request, prefill, block)
+            prefill = steps.append_block(self.weights, self.config, request, prefill, block)
         self._prefilling = _Prefilling(prompt, request, prefill, names)
         return len(blocks)
 
@@ -279,13 +241,13 @@ class Slots:
             parts.append((short_chunk, index, index + 1))
         for size, start, end in parts:
             if start < end:
-                config, bounds = self._config._replace(chunk=size), (np.int32(start), np.int32(end))
+                config, bounds = self.config._replace(chunk=size), (np.int32(start), np.int32(end))
                 prefill = steps.extend(self.weights, config, request, prefill, bounds)
         self._prefilling = self._prefilling._replace(prefill=prefill)
 
         def cut(index: int) -> steps.Block:
             start = np.int32(index * chunk)
-            return steps.cut_block(self.weights, self._config, request, prefill, start)
+            return steps.cut_block(self.weights, self.config, request, prefill, start)
 
         self.prefixes.keep(names, range(first, min(last, len(names))), cut)
 
@@ -299,55 +261,9 @@ class Slots:
         _, request, prefill, _ = self._prefilling
         self._prefilling, self._last_prefill = None, self._prefilling
         masks = self.masks({}, 1) if masks is None else masks
-        batch = self._request, self._state, request, prefill, np.int32(slot), masks
-        self._request, self._state, first = steps.insert(self.weights, self._config, *batch)
+        batch = self.request, self.state, request, prefill, np.int32(slot), masks
+        self.request, self.state, first = steps.insert(self.weights, self.config, *batch)
         return first
-
-    def run(self, kind: RoundKind, active: Sequence[int], num_rounds: int = 1) -> PackedRounds:
-        """Runs some rounds without grammars (see `run_step`); returns before they are done.
-
-        Args:
-          active: slots that continue; others end.
-          num_rounds: how many, at most `rounds.MOST_ROUNDS`.
-        """
-        draft = self._state.draft
-        batch = self._batch(kind)
-        state, rounds = run_step(*batch, active=active, num_rounds=num_rounds)
-        self._state = state.replace(draft=draft) if kind.is_draftless else state
-        return rounds
-
-    def draft(self, kind: RoundKind, active: Sequence[int], masks: np.ndarray) -> None:
-        """Drafts the trees of a round with grammars.
-
-        Args:
-          masks: tokens that may follow in each slot (see `masks`).
-        """
-        batch = *self._batch(kind), mark(active, self.size), masks
-        self._state, self._drafted = live.draft(*batch)
-
-    def verify(self, kind: RoundKind, plan: Plan) -> PackedRounds:
-        """Ends a round that `draft` began; returns before it is done.
-
-        Args:
-          plan: what `walk` returned on one of the processes.
-        """
-        self._state, rounds = live.verify(*self._batch(kind), self._drafted, plan)
-        self._drafted = None
-        return rounds
-
-    def _batch(self, kind: RoundKind) -> tuple[Weights, StaticShape, Request, DecodeState]:
-        """The arguments of all rounds of some kind."""
-        tree, logprobs = kind.tree, self.max_logprobs if kind.has_logprobs else 0
-        config = self._config._replace(num_logprobs=logprobs, drafts=tree is not None)
-        if tree is not None:
-            config = config._replace(tree=tree)
-        request = self._request
-        if not kind.is_sampled:
-            request = request.replace(sampling=None)
-        state = self._state
-        if kind.is_draftless:
-            config, state = config._replace(draft=None), state.replace(draft=None)
-        return self.weights, config, request, state
 
     def compile_scoring(self) -> None:
         """Compiles `score_next`, once; other threads may meanwhile take steps.
@@ -356,7 +272,7 @@ class Slots:
           UserError: the memory cannot hold a scored prompt next to all others.
         """
         if not self._can_score:
-            check_memory(self.weights, self._config, batch_size=self._most + 1)
+            check_memory(self.weights, self.config, batch_size=self._most + 1)
             weights = steps.shapes_of(self.weights)
             Scoring(weights, self._scoring_config, [0, 0]).score_next(weights)
             self._can_score = True
@@ -380,8 +296,8 @@ class Slots:
         index = np.zeros(size, np.int32)
         index[: len(order)] = order
         is_kept = np.arange(size) < len(order)
-        self._request, self._state = steps.resize(
-            self.weights, self._config, self._request, self._state, index, is_kept
+        self.request, self.state = steps.resize(
+            self.weights, self.config, self.request, self.state, index, is_kept
         )
         self.size = size
 
@@ -400,16 +316,3 @@ class Slots:
         except Exception as error:
             raise UserError(f"update_weights: {one_line(error)}; the old weights stay") from error
         self.weights = self.engine.weights
-
-
-def run_guided_round(
-    slots: Any, kind: RoundKind, active: Sequence[int], guides: Mapping[int, GrammarState]
-) -> PackedRounds:
-    """Runs a round with grammars; returns before it is verified.
-
-    Args:
-      active: slots that continue; others end.
-      guides: grammars by slot, after all of its tokens.
-    """
-    slots.draft(kind, active, slots.masks(guides, slots.size))
-    return slots.verify(kind, slots.walk(kind, guides))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from poss_jax.config.reading import UserError
-from poss_jax.engine.answers import Chunk, LiveAnswer
+from poss_jax.engine.answers import Chunk, Generation, LiveAnswer
 from poss_jax.engine.prompts import PreparedPrompt
 
 _LOG = logging.getLogger(__package__)
@@ -37,7 +37,12 @@ class Ticket:
     """
 
     def __init__(
-        self, prompt: PreparedPrompt, answer: LiveAnswer, *, has_logprobs: bool, deadline: float
+        self,
+        prompt: PreparedPrompt,
+        answer: LiveAnswer,
+        *,
+        has_logprobs: bool = False,
+        deadline: float = float("inf"),
     ) -> None:
         self.prompt = prompt
         self.answer = answer
@@ -61,17 +66,33 @@ class Ticket:
                 raise chunk
             yield chunk
 
+    def read_answer(self) -> Generation:
+        """Waits for the whole answer."""
+        *_, last = self
+        assert last.answer is not None
+        return last.answer
+
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         async for item in merge([self]):
             assert item is not None
             yield item[1]
 
-    def put(self, chunk: Chunk | Exception) -> None:
-        """Adds a chunk, or an error, which ends the answer; nothing behind it is read."""
-        self._chunks.put(chunk)
-        is_end = isinstance(chunk, Exception) or chunk.answer is not None
+    def put(self, *items: Chunk | Exception) -> None:
+        """Adds chunks, or an error, which ends the answer; nothing behind it is read."""
+        for item in items:
+            self._chunks.put(item)
+        last = items[-1]
+        is_end = isinstance(last, Exception) or last.answer is not None
         if is_end or time.monotonic() >= self._quiet_until:
             self._wake()
+
+    def take_all(self) -> Iterator[Chunk]:
+        """Yields the chunks that have arrived; raises an error among them."""
+        while not self._chunks.empty():
+            item = self._chunks.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
 
     def is_overdue(self) -> bool:
         """Tells whether the answer is to end: cancelled, or past its deadline."""

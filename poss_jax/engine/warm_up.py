@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from poss_jax.engine.batch import RoundKind, run_guided_round
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.rounds import PackedRounds
-from poss_jax.engine.slots import RoundKind, Slots, run_guided_round
+from poss_jax.engine.slots import Slots
 
 _ROUND_WEIGHT = 6  # rounds take about six times as long to compile as other steps
 

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from poss_jax.config.numbers import Bias, OutputPenalty, Penalty, Probability, Temperature, TopP
-from poss_jax.engine.slots import MOST_BIASED
+from poss_jax.engine.prompts import MOST_BIASED
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 

@@ -18,13 +18,13 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Grammar, compiler_of
 from poss_jax.engine.guides import GrammarState
 from poss_jax.engine.prompts import (
+    MOST_STOP_IDS,
     PreparedPrompt,
     Prompt,
     PromptTooLong,
     Rendering,
     fold_seed,
 )
-from poss_jax.engine.slots import MOST_STOP_IDS
 from poss_jax.engine.text import longest_token
 from poss_jax.serving.bodies import (
     FOREIGN,

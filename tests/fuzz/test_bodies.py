@@ -13,8 +13,7 @@ from test_asking import make_tokenizer
 from test_messages import Tokenising
 
 from poss_jax.config.decoding import ServeConfig
-from poss_jax.engine.prompts import lay_out
-from poss_jax.engine.slots import MOST_BIASED, MOST_STOP_IDS
+from poss_jax.engine.prompts import MOST_BIASED, MOST_STOP_IDS, lay_out
 from poss_jax.serving.bodies import (
     MOST_STOPS,
     ApiError,
@@ -148,10 +147,10 @@ def check_job(job: Job) -> None:
         assert 0 < prompt.max_new_tokens <= ENGINE.max_length - len(prompt.ids)
         assert 0 <= prompt.num_continued < len(prompt.ids)
     stop_ids = [ENGINE.stop_ids_of(prompt) for prompt in job.prompts]
-    size = {"num_tokens": ENGINE.max_length, "num_stop_ids": MOST_STOP_IDS}
-    arrays = lay_out(job.prompts, stop_ids, num_biased=MOST_BIASED, **size)._asdict()
-    assert arrays["stop_ids"].shape[1] == MOST_STOP_IDS
+    arrays = lay_out(job.prompts, stop_ids, num_tokens=ENGINE.max_length)
     sampling = arrays.pop("sampling")
+    assert arrays["stop_ids"].shape[1] == MOST_STOP_IDS
+    assert sampling["bias"].shape[1] == MOST_BIASED
     for array in (*arrays.values(), *sampling.values()):
         assert np.isfinite(array).all()
     assert (sampling["top_p"] > 0).all() and (sampling["repetition_penalty"] > 0).all()

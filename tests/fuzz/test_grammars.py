@@ -18,9 +18,9 @@ from tokenizer_pool import POOL, TAGS, VOCAB_SIZE, ids_of, tokenizer_of
 
 from poss_jax import UserError
 from poss_jax.config.decoding import ServeConfig
+from poss_jax.engine.batch import no_masks
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.guides import GrammarState
-from poss_jax.engine.live import no_masks
 from poss_jax.engine.text import decode_behind
 from poss_jax.serving.bodies import ApiError, ChatRequest, parse_body
 from poss_jax.serving.requests import Job, add_guides, read_chat, submit_grammar

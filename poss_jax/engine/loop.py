@@ -1,0 +1,343 @@
+"""The decoding loop: requests wait, are prefilled, decoded round by round, and delivered.
+
+    waiting ─► admit (prefill, into a slot) ─► start a step of rounds ─► finish it ─► deliver
+                                                    │                        │
+                                         the device runs this step while the host reads the last
+
+No threads: whoever calls `Loop.turn` decodes. `scheduler.py` calls it on a thread.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from poss_jax.config.reading import UserError
+from poss_jax.engine.answers import Chunk, Generation, Round
+from poss_jax.engine.batch import FixedBatch, run_guided_round
+from poss_jax.engine.rounds import MOST_ROUNDS, Pace, PackedRounds, count_rounds, read_rounds
+from poss_jax.engine.streams import Stats, Ticket
+from poss_jax.engine.warm_up import WarmUp
+
+_SHRINK_AFTER = 16  # steps for which a batch stays larger than its requests need
+
+
+class Loop:
+    """Decodes requests together in slots.
+
+    Requests run in the order of arrival; one whose rounds are still compiled lets others pass. A
+    prompt is read in chunks between rounds.
+
+    Attributes:
+      slots: where requests are decoded: `Slots`, a `Leader` of them, or a `FixedBatch`.
+      waiting: requests in the queue.
+      compilation: what is compiled; None: nothing was compiled beforehand.
+      stats: counts since it was made.
+    """
+
+    def __init__(
+        self,
+        slots: Any,
+        *,
+        lock: AbstractContextManager[Any] | None = None,
+        num_rounds: int | None = None,
+    ) -> None:
+        """Decodes nothing yet.
+
+        Args:
+          slots: for this loop alone.
+          lock: held while a request goes from one list to another; None: one thread has them all.
+          num_rounds: rounds of a step; None: as many as take a step's time (see `Pace`), and fewer
+            if a request may come.
+        """
+        self.slots = slots
+        self.waiting: deque[Ticket] = deque()
+        self.compilation: WarmUp | None = None
+        self.stats = Stats()
+        self._lock = lock or nullcontext()
+        self._active: list[Ticket | None] = [None] * slots.size
+        self._prefilling: tuple[Ticket, int] | None = None  # and the number of prefilled chunks
+        self._under_way: list[tuple[PackedRounds, dict[int, Ticket], float]] = []  # and its start
+        self._num_large = 0  # steps for which the batch was larger than needed
+        self._pace, self._num_rounds = Pace(), num_rounds
+
+    # ----------------------------------------------------------------------------------------------
+    # What there is to do
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing waits and nothing is decoded."""
+        return not (self.waiting or self.is_busy)
+
+    @property
+    def is_busy(self) -> bool:
+        """True if there are requests in prefill or decoding, or steps to finish."""
+        return bool(self._under_way) or any(self.tickets())
+
+    @property
+    def num_running(self) -> int:
+        """Requests in prefill or decoding."""
+        return self._num_active() + (self._prefilling is not None)
+
+    @property
+    def max_active(self) -> int:
+        """Most requests that can be decoded at once with what is compiled."""
+        return max(self._sizes(), default=0)
+
+    def tickets(self) -> Iterator[Ticket]:
+        """All requests in prefill or decoding."""
+        yield from (ticket for ticket in self._active if ticket is not None)
+        if self._prefilling is not None:
+            yield self._prefilling[0]
+
+    def following(self) -> Ticket | None:
+        """The first waiting request that can begin, since what it needs is compiled."""
+        with self._lock:
+            return next(filter(self.is_served, self.waiting), None)
+
+    def is_served(self, ticket: Ticket) -> bool:
+        """True if what a request needs is compiled."""
+        if self.compilation is None:
+            return True
+        is_guided = ticket.prompt.guide is not None
+        return self.compilation.serves(
+            self.slots.size, has_logprobs=ticket.has_logprobs, is_guided=is_guided
+        )
+
+    def _num_active(self) -> int:
+        return sum(ticket is not None for ticket in self._active)
+
+    def _sizes(self, *more: Ticket) -> Sequence[int]:
+        """Sizes that decode what is decoded now, and more."""
+        if self.compilation is None:
+            return self.slots.sizes
+        is_guided = any(ticket.prompt.guide for ticket in (*self.tickets(), *more))
+        return self.compilation.guided_sizes if is_guided else self.compilation.sizes
+
+    # ----------------------------------------------------------------------------------------------
+    # A turn
+
+    def turn(self, *, admits: bool = True) -> None:
+        """Prefills parts of prompts, starts a step of rounds, and delivers the step before.
+
+        Args:
+          admits: whether waiting requests may begin; a prefill under way goes on.
+        """
+        for _ in range(self._num_parts()):
+            if not admits and self._prefilling is None:
+                break
+            self._admit()
+        self._start_step()
+        while len(self._under_way) > (1 if any(self._active) else 0):
+            self._finish_step()
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        """Prefills all prompts of a `FixedBatch` together."""
+        prompts = [ticket.prompt for ticket in tickets]
+        guides = {row: prompt.guide for row, prompt in enumerate(prompts) if prompt.guide}
+        masks = self.slots.masks(guides, self.slots.size) if guides else None
+        self.stats.prompt_tokens += sum(len(prompt.ids) for prompt in prompts)
+        self._active[: len(tickets)] = tickets
+        self._expect(self.slots.start(masks), dict(enumerate(tickets)))
+
+    def finish_steps(self) -> None:
+        """Delivers all that has been started."""
+        while self._under_way:
+            self._finish_step()
+
+    def drop_cancelled(self) -> None:
+        """Ends requests that were cancelled or are overdue."""
+        with self._lock:
+            tickets = [*self.waiting, *self.tickets()]
+        for ticket in tickets:
+            if ticket.is_overdue():
+                last = ticket.answer.cancel()  # if this fails, the ticket still gets the error
+                self._end(ticket, last)
+
+    # ----------------------------------------------------------------------------------------------
+    # Admission
+
+    def _num_parts(self) -> int:
+        """Parts of prompts to prefill before the next round.
+
+        Prefill delays the requests being decoded; a round delays those that could start.
+        """
+        num_active = self._num_active()
+        num_wanted = len(self.waiting) + (self._prefilling is not None)
+        num_free = self.max_active - num_active
+        return max(min(num_wanted, num_free) // max(num_active, 1), 1)
+
+    def _admit(self) -> None:
+        """Prefills the next part of a prompt: all of it if nothing is being decoded."""
+        following = self.following() if self._prefilling is None else None
+        if following is not None and self._ensure_free_slot(following):
+            with self._lock:  # other threads find the ticket in one list
+                ticket = following
+                self.waiting.remove(ticket)
+                self._prefilling = ticket, 0
+            first = self.slots.begin(ticket.prompt._replace(guide=None))  # only its masks are sent
+            ticket.answer.cached_tokens = min(first * self.slots.chunk, len(ticket.prompt.ids))
+            self._prefilling = ticket, first
+        if self._prefilling is None:
+            return
+        ticket, first = self._prefilling
+        num_chunks = self.slots.num_chunks(ticket.prompt)
+        last = min(first + 1, num_chunks) if any(self._active) else num_chunks
+        if first < last:
+            self.slots.extend(first, last)
+        self._prefilling = ticket, last
+        if last == num_chunks:
+            self.stats.prompt_tokens += len(ticket.prompt.ids)
+            self.stats.cached_tokens += ticket.answer.cached_tokens
+            slot = self._active.index(None)
+            with self._lock:
+                self._prefilling, self._active[slot] = None, ticket
+            masks = ticket.prompt.guide and self.slots.masks({0: ticket.prompt.guide}, 1)
+            self._expect(self.slots.insert(slot, masks), {0: ticket})
+
+    def _ensure_free_slot(self, following: Ticket) -> bool:
+        """Grows the batch if it is full and can grow; True if there is a free slot."""
+        num_active = self._num_active()
+        if num_active < self.slots.size:
+            return True
+        larger = [size for size in self._sizes(following) if size > self.slots.size]
+        num_wanted = num_active + len(self.waiting)
+        for size in larger:  # one after the other: these are compiled
+            if self.slots.size < num_wanted:
+                self._resize(size)
+        return bool(larger)
+
+    def _resize(self, size: int) -> None:
+        order = [slot for slot, ticket in enumerate(self._active) if ticket is not None]
+        self.slots.resize(size, order)
+        kept = [self._active[slot] for slot in order]
+        self._active = [*kept, *[None] * (size - len(kept))]
+        self._num_large = 0
+
+    def _shrink(self) -> None:
+        """Shrinks the batch once it has been too large for some rounds."""
+        smaller = [s for s in self.slots.sizes if self.num_running <= s < self.slots.size]
+        self._num_large = self._num_large + 1 if smaller and not self.waiting else 0
+        if self._num_large > _SHRINK_AFTER:
+            self._resize(smaller[-1])
+
+    # ----------------------------------------------------------------------------------------------
+    # Rounds
+
+    def _start_step(self) -> None:
+        if any(ticket is not None and ticket.answer.guide for ticket in self._active):
+            self.finish_steps()  # which tokens may follow depends on all of them
+        if not any(self._active):
+            return
+        self._shrink()
+        active = {slot: ticket for slot, ticket in enumerate(self._active) if ticket is not None}
+        kind = self.slots.choose_kind(
+            [ticket.prompt for ticket in active.values()],
+            has_logprobs=any(ticket.has_logprobs for ticket in active.values()),
+        )
+        if self.compilation is not None:
+            kind = self.compilation.nearest(kind, self.slots.size)
+        guides = {
+            slot: ticket.answer.guide for slot, ticket in active.items() if ticket.answer.guide
+        }
+        if guides:
+            rounds = run_guided_round(self.slots, kind, tuple(active), guides)
+        else:
+            num_rounds = self._num_rounds or self._choose_num_rounds(len(active))
+            rounds = self.slots.run(kind, tuple(active), num_rounds)
+        self._expect(rounds, active)
+
+    def _choose_num_rounds(self, num_active: int) -> int:
+        """Rounds of the next step; few if a request waits for it, or may come."""
+        if self._prefilling or (self.waiting and num_active < self.max_active):
+            return 1
+        is_full = num_active == self.slots.size
+        return self._pace.num_rounds if is_full else max(self._pace.num_rounds // 4, 1)
+
+    def _expect(self, rounds: PackedRounds, active: dict[int, Ticket]) -> None:
+        self._under_way.append((rounds, active, time.monotonic()))
+
+    def _finish_step(self) -> None:
+        """Delivers the rounds of the step that began first."""
+        rounds, active, begun = self._under_way.pop(0)
+        slots = read_rounds(rounds)
+        num_rounds = count_rounds(slots)
+        self.stats.rounds += num_rounds
+        self._pace.record(num_rounds, begun)
+        for slot, ticket in active.items():
+            if slots[slot] and not ticket.answer.is_ended:
+                self._deliver(ticket, slots[slot])
+
+    def _deliver(self, ticket: Ticket, rounds: Sequence[Round]) -> None:
+        """Adds rounds to an answer."""
+        chunks, failure = list[Chunk](), None
+        for new in rounds:
+            if ticket.answer.is_ended:
+                break
+            try:
+                chunks.append(ticket.answer.add(new))
+            except UserError as error:  # of a grammar
+                failure = error
+                chunks.append(ticket.answer.cancel())
+            self.stats.drafts += bool(new.num_offered)
+            self.stats.drafted += new.num_offered or 0
+        if not ticket.has_logprobs:
+            chunks = [replace(chunk, logprobs=()) for chunk in chunks]
+        for chunk in chunks:
+            self.stats.tokens += len(chunk.output_ids)
+            self.stats.accepted.update(abs(depth) for depth in chunk.depths if depth)
+            self.stats.copied += sum(depth < 0 for depth in chunk.depths)
+        if chunks[-1].answer is None:
+            ticket.put(*chunks)
+        else:
+            self._end(ticket, *chunks, failure=failure)
+
+    def _end(self, ticket: Ticket, *chunks: Chunk, failure: UserError | None = None) -> None:
+        """Removes a request and gives it its last chunks, or the last text and its error."""
+        *earlier, last = chunks
+        assert last.answer is not None
+        with self._lock:
+            if ticket in self._active:
+                self._active[self._active.index(ticket)] = None
+            elif ticket in self.waiting:
+                self.waiting.remove(ticket)
+            else:
+                self._prefilling = None
+        self.stats.finished[last.answer.stop_reason] += 1
+        if failure is None:
+            ticket.put(*earlier, last)
+        else:
+            ticket.put(*earlier, replace(last, answer=None), failure)
+
+
+def answer_batch(batch: FixedBatch, stop: Sequence[str] = ()) -> list[Generation]:
+    """Answers the prompts of a batch; `stop` are strings that `Engine.check_stop` accepts."""
+    loop, tickets = _start(batch, stop, num_rounds=MOST_ROUNDS)
+    while not loop.is_idle:
+        loop.turn()
+    return [ticket.read_answer() for ticket in tickets]
+
+
+def stream_batch(batch: FixedBatch, stop: Sequence[str] = ()) -> Iterator[Chunk]:
+    """Answers the only prompt of a batch; yields a chunk per round, the last with the answer."""
+    # On several hosts every process must run the same number of rounds.
+    loop, (ticket,) = _start(batch, stop, num_rounds=None if jax.process_count() == 1 else 1)
+    loop.finish_steps()  # the first token does not wait for a round to be compiled
+    while not loop.is_idle:
+        yield from ticket.take_all()
+        loop.turn()
+    yield from ticket.take_all()
+
+
+def _start(
+    batch: FixedBatch, stop: Sequence[str], num_rounds: int | None
+) -> tuple[Loop, list[Ticket]]:
+    """Starts the prompts of a batch in a loop of their own."""
+    loop = Loop(batch, num_rounds=num_rounds)
+    tickets = [Ticket(prompt, batch.models.live_answer(prompt, stop)) for prompt in batch.prompts]
+    loop.start(tickets)
+    return loop, tickets
