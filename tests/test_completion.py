@@ -47,19 +47,19 @@ def completed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("convert target --source pypro", ["pyproject.toml"]),
     ],
 )
-def test_bash_completes(completed: Path, typed: str, expected: list[str]) -> None:
+def test_bash_completes(completed, typed, expected):
     words = ["bash", "-c", COMPLETE, "bash", str(completed), "poss", *typed.split(" ")]
     found = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
     assert sorted(found.stdout.split()) == sorted(expected)
 
 
-def test_zsh_has_all_commands() -> None:
+def test_zsh_has_all_commands():
     found = script("zsh")
     assert found.startswith("#compdef poss")
     assert all(f"{name}:" in found for name in COMMANDS)
 
 
-def test_it_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_in_a_line(monkeypatch):
     for words in (["csh"], [], ["bash", "zsh"]):
         assert "want bash or zsh, got" in refusal(lambda words: make_script(words, {}), *words)
     monkeypatch.setitem(sys.modules, "shtab", None)

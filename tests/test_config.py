@@ -1,12 +1,9 @@
 """Spans and trees by drawn examples, strict reading by the message a user gets."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import jaxtyping
 import pydantic
 import pytest
@@ -100,7 +97,7 @@ def test_tree_counts(depth, top_k, total_tokens, num_candidates, num_nodes, max_
 
 
 # --------------------------------------------------------------------------------------------------
-# Hashing and jit
+# Reading
 
 
 @pytest.mark.parametrize(
@@ -109,48 +106,25 @@ def test_tree_counts(depth, top_k, total_tokens, num_candidates, num_nodes, max_
         LAYER,
         DraftConfig(layer=LAYER, positions_per_specialist=(3, 3)),
         TreeConfig(),
-        TrainConfig(stage="target", output="runs/x", model=LAYER, num_tokens=1),
+        BenchConfig(target="t", drafts={"poss3": "runs/poss3"}, tree=TreeConfig(depth=2)),
+        TrainConfig(
+            stage="draft",
+            output="runs/x",
+            target="models/t",
+            num_epochs=20,
+            specialists=SpecialistsConfig(positions_per_specialist=(3, 3), depth=6),
+            optimizer=OptimizerConfig(clip_value=None),
+        ),
     ],
     ids=lambda config: type(config).__name__,
 )
-def test_equal_configs_hash_alike(config):
+def test_config_is_read_back_equal_and_frozen(config):
     twin = build_config(type(config), config_to_dict(config), origin="twin")
     assert twin == config
-    assert hash(twin) == hash(config)
+    if not isinstance(config, BenchConfig):  # which has dicts, and is no static argument
+        assert hash(twin) == hash(config)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1
-
-
-def test_equal_static_configs_compile_once():
-    traces = []
-
-    @functools.partial(jax.jit, static_argnames="tree")
-    def scale(x, *, tree):
-        traces.append(tree)
-        return x * tree.top_k
-
-    for tree in (TreeConfig(top_k=4), TreeConfig(top_k=4), TreeConfig(top_k=5)):
-        assert scale(jnp.ones((), jnp.int32), tree=tree) == tree.top_k
-    assert [tree.top_k for tree in traces] == [4, 5]
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading
-
-
-def test_round_trip_of_every_field():
-    comparison = BenchConfig(target="t", drafts={"poss3": "runs/poss3"}, tree=TreeConfig(depth=2))
-    train = TrainConfig(
-        stage="draft",
-        output="runs/x",
-        target="models/t",
-        num_epochs=20,
-        specialists=SpecialistsConfig(positions_per_specialist=(3, 3), depth=6),
-        optimizer=OptimizerConfig(clip_value=None),
-    )
-    assert config_to_dict(train)["specialists"]["positions_per_specialist"] == [3, 3]
-    for config in (comparison, train):
-        assert build_config(type(config), config_to_dict(config), origin="twin") == config
 
 
 @pytest.mark.parametrize(
@@ -267,23 +241,10 @@ def test_no_number_is_true_or_endless(kind):
         (SamplingConfig, {"logit_bias": {2**31: 1}}, "[key]: Input should be less than 2147483648"),
         (OptimizerConfig, {"b2": 0.99999999}, "b2: Input should be less than or equal to 0.999999"),
         (OptimizerConfig, {"eps": 1e-50}, "eps: want no number closer to 0 than 1e-30"),
-        (TrainConfig, {"batch_size": True}, "batch_size: want a number, got True"),
-        (TrainConfig, {"seed": 2**64}, "seed: Input should be less than 4294967296"),
         (
             TrainConfig,
             {"num_epochs": None, "num_tokens": 10**17},
             "num_tokens 100000000000000000 are 48828125000000 steps; lower it",
-        ),
-        (TreeConfig, {"depth": 10**6}, "depth: Input should be less than or equal to 1000"),
-        (
-            RopeConfig,
-            {"type": "llama3", "high_freq_factor": 1},
-            "want low_freq_factor below high_freq_factor, got 1.0 and 1.0",
-        ),
-        (
-            LlamaConfig,
-            {"head_dim": 2, "rope": {"type": "dynamic"}},
-            "rope type dynamic wants a head_dim above 2",
         ),
     ],
 )

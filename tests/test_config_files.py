@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, load_config, read_yaml
 from poss_jax.config.training import OptimizerConfig, TrainConfig
 
@@ -44,24 +43,12 @@ def test_overrides_win_over_file_and_base(tmp_path):
     assert config.data.source == "a=b.txt"
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("seed", "override 'seed': want section.key=value"),
-        ("=3", "override '=3': want section.key=value"),
-        ("seed=[1", "override 'seed=[1': want a YAML value after the ="),
-        ("optimizer.b3=1", "override 'optimizer.b3=1': unknown key 'optimizer.b3'; did you mean"),
-        ("optimizer={b3: 1}", "override 'optimizer={b3: 1}': unknown key 'optimizer.b3'; did"),
-        ("optimizer={b1: x}", "override 'optimizer={b1: x}': b1: Input should be a valid number"),
-        ("stage=x", "override 'stage=x': Input should be "),
-        ("seed.x=1", "seed: Input should be a valid integer"),
-    ],
-)
-def test_bad_overrides(tmp_path, override, message):
-    run = write(tmp_path / "run.yaml", "{stage: draft, output: a, target: t, num_tokens: 9}")
+def refused(folder: Path, text: str | bytes, *overrides: str) -> str:
+    (folder / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError) as caught:
-        load_config(TrainConfig, run, [override])
-    assert message in str(caught.value)
+        load_config(TrainConfig, folder / "run.yaml", overrides)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -70,26 +57,21 @@ def test_bad_overrides(tmp_path, override, message):
         ("- a\n- b\n", "want a mapping of keys, got list"),
         ("", "want a mapping of keys, got NoneType"),
         ("stage: [draft\n", "not valid YAML: while parsing"),
-        ("base: missing.yaml\n", "missing.yaml: No such file or directory"),
+        (b"\xff\xfe\x00", "not valid YAML"),
+        (
+            "base: missing.yaml\n",
+            "missing.yaml: No such file or directory; give the path of a YAML",
+        ),
         ("base: run.yaml\n", "base: want the path of another YAML file, got 'run.yaml'"),
+        ("base: circle.yaml\n", "circle.yaml: base: want the path of another YAML file, got 'run"),
         ("base: 3\n", "base: want the path of another YAML file, got 3"),
+        (f"base: '{'9' * 6000}'", "9...: File name too long; give the path"),
     ],
+    ids=lambda text: repr(text)[:20],
 )
-def test_bad_files(tmp_path, text, message):
-    run = write(tmp_path / "run.yaml", text)
-    with pytest.raises(UserError) as caught:
-        load_config(TrainConfig, run)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_missing_and_binary_files(tmp_path):
-    with pytest.raises(UserError, match="No such file or directory; give the path of a YAML file"):
-        load_config(TreeConfig, tmp_path / "nowhere.yaml")
-    binary = tmp_path / "binary.yaml"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="not valid YAML"):
-        load_config(TreeConfig, binary)
+def test_bad_file_is_refused(tmp_path, text, message):
+    write(tmp_path / "circle.yaml", "base: run.yaml")
+    assert message in refused(tmp_path, text)
 
 
 RUN = "{stage: draft, output: a, target: t, num_tokens: 9}"
@@ -117,14 +99,6 @@ def test_yaml_that_is_refused(tmp_path, text, problem):
         assert problem in message
 
 
-def refused(folder: Path, text: str, *overrides: str) -> str:
-    run = write(folder / "run.yaml", text)
-    with pytest.raises(UserError) as caught:
-        load_config(TrainConfig, run, overrides)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_merged_keys_are_not_given_twice(tmp_path):
     shared = write(tmp_path / "y", "x: &x {b1: 0.5}\noptimizer: {<<: *x, b2: 0.6}\ndrafts: *x")
     assert read_yaml(shared)["optimizer"] == {"b1": 0.5, "b2": 0.6}
@@ -133,6 +107,14 @@ def test_merged_keys_are_not_given_twice(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("seed", "override 'seed': want section.key=value"),
+        ("=3", "override '=3': want section.key=value"),
+        ("seed=[1", "override 'seed=[1': want a YAML value after the ="),
+        ("optimizer.b3=1", "override 'optimizer.b3=1': unknown key 'optimizer.b3'; did you mean"),
+        ("optimizer={b3: 1}", "override 'optimizer={b3: 1}': unknown key 'optimizer.b3'; did"),
+        ("optimizer={b1: x}", "override 'optimizer={b1: x}': b1: Input should be a valid number"),
+        ("stage=x", "override 'stage=x': Input should be "),
+        ("seed.x=1", "seed: Input should be a valid integer"),
         ("seed" * 3000 + "=1", "unknown key 'seedseed"),
         (".".join("a" * 5000) + "=1", "want section.key=value"),
         ("output=2024-12-12", "Input should be a valid string, got datetime.date("),
@@ -140,20 +122,6 @@ def test_merged_keys_are_not_given_twice(tmp_path):
     ],
     ids=lambda text: text[:20],
 )
-def test_overrides_of_odd_sizes_and_types(tmp_path, override, message):
+def test_bad_override_is_refused(tmp_path, override, message):
     error = refused(tmp_path, RUN, override)
     assert message in error and len(error) < 400
-
-
-def test_a_base_too_long_for_a_path_is_cut_in_the_message(tmp_path):
-    write(tmp_path / "a.yaml", f"base: '{'9' * 6000}'")
-    with pytest.raises(UserError, match=r"9\.\.\.: File name too long; give the path") as caught:
-        load_config(TreeConfig, tmp_path / "a.yaml")
-    assert len(str(caught.value)) < 1000
-
-
-def test_bases_in_a_circle(tmp_path):
-    write(tmp_path / "a.yaml", "base: b.yaml")
-    write(tmp_path / "b.yaml", "base: a.yaml")
-    with pytest.raises(UserError, match=r"b\.yaml: base: want the path of another YAML file"):
-        load_config(TreeConfig, tmp_path / "a.yaml")
