@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from programs import POSS2, STEPS, Runs, config_file, metrics, refusal, weights
-from self_killing import ROOT
+from self_killing import ROOT, run_until
 
 from poss_jax.checkpoint.folder import load_target, write_model
 from poss_jax.config.reading import load_config
@@ -22,22 +22,20 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.data.rows import rows_at
 from poss_jax.model.parameters import split_items
 from train.main import main
+from train.run_log import RunLog
 from train.training import open_stage
 
 
-def environment() -> dict[str, str]:
-    """In separate processes; the first compiles, the others find it compiled."""
-    return os.environ | {
+def interrupt(moment: str, step: int, config: str) -> subprocess.CompletedProcess[str]:
+    """In another process, which finds its programs compiled."""
+    command = [sys.executable, str(ROOT / "tests" / "dying_run.py"), moment, str(step)]
+    environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
         "JAX_NUMPY_RANK_PROMOTION": "raise",
     }
-
-
-def interrupt(moment: str, step: int, config: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tests" / "dying_run.py"), moment, str(step)]
     command += ["--config", config]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def checkpoints(folder: Path) -> list[int]:
@@ -58,23 +56,12 @@ def assert_ends_like(folder: Path, uninterrupted: Path, runs: Runs) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("moment", "step", "left"),
-    [
-        pytest.param("step", 13, [10], marks=pytest.mark.slow),
-        pytest.param("log", 13, [10], marks=pytest.mark.slow),
-        ("save", 20, [10]),
-    ],
-)
-def test_killed_run_ends_like_an_uninterrupted_one(
-    runs: Runs, tmp_path: Path, moment: str, step: int, left: list[int]
-) -> None:
+def test_run_killed_while_saving_ends_like_an_uninterrupted_one(runs, tmp_path):
     config = config_file(runs, tmp_path, POSS2)
-    result = interrupt(moment, step, config)
-    assert result.returncode == -signal.SIGKILL, result.stderr
+    run_until("os.rename", r"/checkpoints/20\.", "train.main", "--config", config)
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert [int(name) for name in names if name.isdigit()] == left
-    assert any(name.startswith("20.") for name in names) == (moment == "save")
+    assert [name for name in names if name.isdigit()] == ["10"]
+    assert any(name.startswith("20.") for name in names)
     main(["--config", config])
     assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
 
@@ -91,9 +78,7 @@ def milliseconds(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_killed_at_a_random_moment(
-    runs: Runs, tmp_path: Path, milliseconds: float, seed: int
-) -> None:
+def test_killed_at_a_random_moment(runs, tmp_path, milliseconds, seed):
     """Each in its own twentieth of the time, at any point of the run."""
     config = config_file(runs, tmp_path, POSS2)
     share = (seed + random.Random(seed).random()) / 20
@@ -107,12 +92,20 @@ def test_killed_at_a_random_moment(
 # Told to stop
 
 
-def test_sigterm_saves_and_says_how_to_go_on(runs: Runs, tmp_path: Path) -> None:
-    config = config_file(runs, tmp_path, POSS2)
-    result = interrupt("sigterm", 13, config)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == f'{{"stopped_at": 13, "steps": {STEPS}}}\n'
-    assert "stopped after step 13 of 24, which is saved; run the same command" in result.stderr
+def test_sigterm_saves_and_says_how_to_go_on(runs, tmp_path, monkeypatch, capfd):
+    config, record = config_file(runs, tmp_path, POSS2), RunLog.record
+
+    def told_to_stop(log: RunLog, step: int, *args: Any, **kwargs: Any) -> Any:
+        if step == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return record(log, step, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "record", told_to_stop)
+        main(["--config", config])
+    printed, told = capfd.readouterr()
+    assert printed == f'{{"stopped_at": 13, "steps": {STEPS}}}\n'
+    assert "stopped after step 13 of 24, which is saved; run the same command" in told
     assert checkpoints(tmp_path / "run") == [10, 13]
     assert not (tmp_path / "run" / "model").exists()
     main(["--config", config])
@@ -120,7 +113,7 @@ def test_sigterm_saves_and_says_how_to_go_on(runs: Runs, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_second_sigterm_quits_at_once(runs: Runs, tmp_path: Path) -> None:
+def test_second_sigterm_quits_at_once(runs, tmp_path):
     result = interrupt("twice", 13, config_file(runs, tmp_path, POSS2))
     assert result.returncode == -signal.SIGTERM, result.stderr
     assert "saving and stopping; a second one quits at once" in result.stderr
@@ -148,9 +141,7 @@ def flip_a_weight(checkpoint: Path) -> None:
     path.write_bytes(content)
 
 
-def test_complete_run_does_not_need_its_checkpoints(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_complete_run_does_not_need_its_checkpoints(runs, tmp_path, capsys):
     folder = copied_run(runs, tmp_path)
     for checkpoint in (folder / "checkpoints").iterdir():
         flip_a_weight(checkpoint)
@@ -183,7 +174,7 @@ def rare_text(folder: Path, text: Path) -> str:
     return str(folder / "*.txt")
 
 
-def test_poisoned_batch_stops_the_run_and_is_named(runs: Runs, tmp_path: Path) -> None:
+def test_poisoned_batch_stops_the_run_and_is_named(runs, tmp_path):
     source = {"source": rare_text(tmp_path / "text", runs.root / "text")}
     values: dict[str, Any] = {"data": runs.data | source, "checkpoint_every": 1}
     values |= {"validate_every": STEPS, "log_every": 5}
@@ -218,9 +209,7 @@ def test_poisoned_batch_stops_the_run_and_is_named(runs: Runs, tmp_path: Path) -
     assert refusal(main, "--config", config) == message  # the same again from the checkpoint
 
 
-def test_validation_that_is_not_finite_is_not_saved(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_that_is_not_finite_is_not_saved(runs, tmp_path, monkeypatch):
     results = {"validation_loss": [np.nan], "simulated_acceptance_length": 1.0}
     monkeypatch.setattr("train.draft_stage.DraftStage.validate", lambda *_: (results, None))
     message = refusal(main, "--config", config_file(runs, tmp_path, POSS2))

@@ -60,8 +60,8 @@ def arguments(source: Path, output: Path) -> list[str]:
     return ["poss_jax.convert", "target", "--source", str(source), "--output", str(output)]
 
 
-def command(source: Path, output: Path) -> list[str]:
-    return [sys.executable, "-m", *arguments(source, output)]
+def command(source: Path, output: Path) -> str:
+    return " ".join([sys.executable, "-m", *arguments(source, output)])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -90,10 +90,15 @@ def test_killed_conversion_leaves_nothing_complete(tmp_path, source, event, path
     verify_model(output)
 
 
-def test_rest_of_a_running_conversion_is_left_alone(tmp_path):
+def test_what_others_write_beside_an_output_is_left_alone(tmp_path):
+    for name in ("madeup", "[m]ade"):
+        (tmp_path / f".{name}.partial-1").mkdir()
     with whole_folder(tmp_path / "made") as first, whole_folder(tmp_path / "made") as second:
         assert first.is_dir() and second.is_dir() and first != second
-    assert (tmp_path / "made").is_dir()
+    assert (tmp_path / "made").is_dir() and len(list(tmp_path.iterdir())) == 3
+    with whole_folder(tmp_path / "[m]ade"):
+        pass
+    assert not (tmp_path / ".[m]ade.partial-1").exists()
 
 
 def test_output_that_another_process_wrote_meanwhile_is_kept(tmp_path):
@@ -106,49 +111,36 @@ def test_output_that_another_process_wrote_meanwhile_is_kept(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["made", "model.json"]
 
 
-def test_output_that_is_a_mount_point_is_refused_at_once(tmp_path, monkeypatch):
+def test_output_that_is_a_mount_point_or_below_a_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
     with pytest.raises(UserError, match=r"disk is a mount point, which .*; name a folder below it"):
         refuse_irreplaceable(tmp_path / "disk")
     refuse_irreplaceable(tmp_path / "disk" / "model")
-
-
-@pytest.mark.parametrize("below", ["made", "new/made"])
-def test_output_below_a_file_is_refused_at_once(tmp_path, below):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"made: \S*/file is a file; name another folder$"):
-        refuse_irreplaceable(tmp_path / "file" / below)
-
-
-def test_rest_of_another_output_is_left_alone(tmp_path):
-    for name in ("madeup", "[m]ade"):
-        (tmp_path / f".{name}.partial-1").mkdir()
-    with whole_folder(tmp_path / "made"):
-        pass
-    assert len(list(tmp_path.iterdir())) == 3
-    with whole_folder(tmp_path / "[m]ade"):
-        pass
-    assert not (tmp_path / ".[m]ade.partial-1").exists()
+    for below in ("made", "new/made"):
+        with pytest.raises(UserError, match=r"made: \S*/file is a file; name another folder$"):
+            refuse_irreplaceable(tmp_path / "file" / below)
 
 
 # --------------------------------------------------------------------------------------------------
 # Out of space
 
 
-def assert_one_line(result: subprocess.CompletedProcess[str], output: Path, reason: str) -> None:
+def assert_no_room(command: list[str], output: Path, reason: str) -> str:
+    """Runs a conversion that ends with one line; returns what it printed."""
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2, result.stderr
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("\n") == 1 and reason in result.stderr
     assert result.stderr.startswith(f"error: cannot write folder {output}: ")
-    assert reason in result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize("blocks", [20, *(pytest.param(size, marks=SLOW) for size in (1, 150))])
 def test_file_that_cannot_grow(tmp_path, source, blocks):
     """The limit stops an item's small files, its data, or the copy of the tokenizer."""
-    limited = f"ulimit -f {blocks} && exec {' '.join(command(source, tmp_path / 'made'))}"
-    result = subprocess.run(["sh", "-c", limited], cwd=ROOT, capture_output=True, text=True)
-    assert_one_line(result, tmp_path / "made", "File too large")
+    limited = f"ulimit -f {blocks} && exec {command(source, tmp_path / 'made')}"
+    assert_no_room(["sh", "-c", limited], tmp_path / "made", "File too large")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -160,10 +152,8 @@ def test_full_disk(tmp_path, source):
         or subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode
     ):
         pytest.skip("mounting a file system is not allowed here")
-    convert = " ".join(command(source, tmp_path / "made"))
+    convert = command(source, tmp_path / "made")
     script = f"{mount} && {convert}; code=$?; find {tmp_path} -mindepth 1; exit $code"
-    result = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script], cwd=ROOT, capture_output=True, text=True
-    )
-    assert_one_line(result, tmp_path / "made", "No space left on device")
-    assert str(tmp_path) not in result.stdout
+    in_its_own = ["unshare", "-rm", "sh", "-c", script]
+    printed = assert_no_room(in_its_own, tmp_path / "made", "No space left on device")
+    assert str(tmp_path) not in printed

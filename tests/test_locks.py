@@ -45,7 +45,7 @@ def other_process(output: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_second_process_is_told_who_has_it_until_that_is_killed(tmp_path: Path) -> None:
+def test_second_process_is_told_who_has_it_until_that_is_killed(tmp_path):
     with other_process(tmp_path / "a") as process:
         message = rf"output .*a is in use by process {process.pid} on host {socket.gethostname()} "
         message += r"\(since 20\d\d-.*\); wait for it, or name another output"
@@ -66,7 +66,7 @@ def test_second_process_is_told_who_has_it_until_that_is_killed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("spelling", ["a", "b/../a", "link", "linked/a"])
-def test_every_spelling_is_one_output(tmp_path: Path, spelling: str) -> None:
+def test_every_spelling_is_one_output(tmp_path, spelling):
     (tmp_path / "b").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "linked").symlink_to(tmp_path)
@@ -76,9 +76,7 @@ def test_every_spelling_is_one_output(tmp_path: Path, spelling: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "link", "linked"]
 
 
-def test_folder_in_a_place_that_is_read_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_in_a_place_that_is_read_only(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     with sole_writer(tmp_path / "a"):
@@ -88,7 +86,7 @@ def test_folder_in_a_place_that_is_read_only(
     assert list((tmp_path / "a").iterdir()) == []
 
 
-def test_folders_made_for_a_lock_go_with_it(tmp_path: Path) -> None:
+def test_folders_made_for_a_lock_go_with_it(tmp_path):
     with sole_writer(tmp_path / "new" / "er" / "a"):
         pass
     with sole_writer(tmp_path / "b" / "c"):
@@ -96,7 +94,7 @@ def test_folders_made_for_a_lock_go_with_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "c"]
 
 
-def test_who_waits_gets_the_lock_after_the_other(tmp_path: Path) -> None:
+def test_who_waits_gets_the_lock_after_the_other(tmp_path):
     said, order = [], []
     is_waiting = threading.Event()
 
@@ -119,7 +117,7 @@ def test_who_waits_gets_the_lock_after_the_other(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_answers_are_not_written_twice(tmp_path: Path) -> None:
+def test_answers_are_not_written_twice(tmp_path):
     arguments = ["--target", "none", "--source", "none", "--output", str(tmp_path / "out.jsonl")]
     with sole_writer(tmp_path / "out.jsonl"):
         message = refusal(regenerate_main, *arguments, "--overwrite")
@@ -127,7 +125,7 @@ def test_answers_are_not_written_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_run_is_not_started_twice(tmp_path: Path, overwrite: bool) -> None:
+def test_run_is_not_started_twice(tmp_path, overwrite):
     folder = saved_run(tmp_path / "a", [1.0])
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     config = config_for(folder)
