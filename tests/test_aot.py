@@ -17,7 +17,7 @@ from programs import copy_model, refusal
 from benchmarks.aot.__main__ import main
 from benchmarks.aot.config import AheadConfig
 from benchmarks.aot.gpus import GPUS, describe_gpu
-from benchmarks.aot.programs import Plan, compile_program, plan, state_shapes
+from benchmarks.aot.programs import Compiled, Plan, compile_program, plan, state_shapes
 from benchmarks.aot.report import count_kernels, measure
 from benchmarks.python_models import python_model
 from infer.bench.costs import Device
@@ -68,9 +68,14 @@ def planned(**changes) -> Plan:
     return plan(config, make_mesh(config.mesh, jax.devices()[:1]))
 
 
+@cache
+def compiled(name: str, **changes) -> Compiled:
+    return compile_program(name, planned(**changes))
+
+
 @pytest.mark.parametrize("name", ["step", "round", "rounds"])
 def test_nothing_sorts_the_vocabulary(name):
-    sorts = re.findall(r"= (.*) sort\(", compile_program(name, planned()).text)
+    sorts = re.findall(r"= (.*) sort\(", compiled(name).text)
     assert not [shape for shape in sorts if f"{V}]" in shape]
 
 
@@ -89,7 +94,7 @@ def test_no_cache_is_copied(name, changes):
     decode = described.decode._replace(draft=None) if name == "step" else described.decode
     state = state_shapes(described, decode)
     caches = [state.target_cache, *([state.draft.cache] if state.draft else [])]
-    text = compile_program(name, described).text
+    text = compiled(name, **changes).text
     for shape in {one.k[0].shape for one in caches}:
         dims = ",".join(map(str, shape))
         assert f"f32[{dims}]" in text
@@ -103,10 +108,10 @@ def sums_of_products(text: str) -> list[str]:
     return [name for name in fusions if " dot(" in bodies[name] and " reduce(" in bodies[name]]
 
 
-@pytest.mark.parametrize("quantise", [None, "int8"])
-def test_no_fusion_on_a_cpu_sums_a_product(quantise):
+@pytest.mark.parametrize("changes", [{}, {"quantise": "int8"}])
+def test_no_fusion_on_a_cpu_sums_a_product(changes):
     """JAX 0.10.2 to 0.12.0 compute `((x @ broadcast(s)) * x).sum()` as 1e36, or NaN."""
-    assert sums_of_products(compile_program("round", planned(quantise=quantise)).text) == []
+    assert sums_of_products(compiled("round", **changes).text) == []
 
 
 def test_sums_of_products_are_found():
@@ -252,17 +257,17 @@ def test_models_that_do_not_fit_are_refused(words, message):
         plan(config, make_mesh(config.mesh))
 
 
-@pytest.mark.parametrize("draft_tokens", [None, 1024])
+@pytest.mark.parametrize("changes", [{}, {"draft_tokens": 1024}])
 @pytest.mark.parametrize("name", ["prefill", "step", "round"])
-def test_what_is_lent_is_counted_once(name, draft_tokens):
-    plan = planned(draft_tokens=draft_tokens)
+def test_what_is_lent_is_counted_once(name, changes):
+    plan = planned(**changes)
     target, draft = map(bytes_per_device, plan.weights)
-    lent = ["embed"] if draft_tokens else ["embed", "head"]
+    lent = ["embed"] if changes else ["embed", "head"]
     lent = bytes_per_device([plan.weights.target[part] for part in lent])
-    compiled = compile_program(name, plan)
-    report = measure(name, compiled, plan, Device("cpu", 1.0, 1.0, 1.0))
+    made = compiled(name, **changes)
+    report = measure(name, made, plan, Device("cpu", 1.0, 1.0, 1.0))
     taken = report["memory"]["arguments"]
-    others = jax.tree.leaves(compiled.program.args_info[0][1:])  # request and state
+    others = jax.tree.leaves(made.program.args_info[0][1:])  # request and state
     others = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in others)
     assert target <= taken
     assert name != "round" or taken <= target + draft - lent + others

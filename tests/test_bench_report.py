@@ -27,7 +27,7 @@ from infer.bench.summary import Grid, make_grid, summarise, summarise_group
 from poss_jax.config.reading import UserError
 
 
-def test_looping_questions_are_told_apart() -> None:
+def test_looping_questions_are_told_apart():
     group = made_up_group()
     assert (group["questions"], group["looping_questions"]) == (2, [1])
     plain, draft = group["methods"]["plain"], group["methods"]["draft"]
@@ -38,7 +38,7 @@ def test_looping_questions_are_told_apart() -> None:
     assert (plain["all"]["same_text"], draft["all"]["same_text"]) == (1, 1)
 
 
-def test_text_is_the_same_up_to_the_first_difference() -> None:
+def test_text_is_the_same_up_to_the_first_difference():
     def grid(*outputs: list[int]) -> Grid:
         return Grid([[[answer((0, "m", i), ids, [], [], 1.0) for i, ids in enumerate(outputs)]]])
 
@@ -47,7 +47,7 @@ def test_text_is_the_same_up_to_the_first_difference() -> None:
     assert summarise(other, plain)["same_text"] == 4 / 8
 
 
-def test_numbers_of_a_method() -> None:
+def test_numbers_of_a_method():
     rows = made_up_group()["methods"]["draft"]
     one, both = rows["not_looping"], rows["all"]
     assert value(one["acceptance_length"]) == pytest.approx(1 + 5 / 3)
@@ -72,7 +72,7 @@ def test_numbers_of_a_method() -> None:
     assert both["token_milliseconds"]["p50"] == 1000 * 0.5 / 8
 
 
-def test_rounds_deeper_than_the_table_count_as_a_whole() -> None:
+def test_rounds_deeper_than_the_table_count_as_a_whole():
     plain = answer((0, "plain", 0), DIVERSE, [0] * 11, [0] * 11, 1.0)
     deep = answer((0, "draft", 0), DIVERSE, [10], [12], 1.0)
     grids = {
@@ -95,7 +95,7 @@ def rounds_until(limit: int, accepted: list[int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("limit", [20, 33, 64])
-def test_whole_rounds_are_counted_as_by_vllm(limit: int) -> None:
+def test_whole_rounds_are_counted_as_by_vllm(limit):
     """vLLM stops with the round that reaches its limit, and counts all that this accepted."""
     depth, draw = 5, random.Random(limit)
     texts = [[draw.randint(0, depth) for _ in range(limit)] for _ in range(4)]
@@ -110,7 +110,7 @@ def test_whole_rounds_are_counted_as_by_vllm(limit: int) -> None:
     assert got == pytest.approx(1 + sum(of_vllm) / len(of_vllm))
 
 
-def test_drafts_are_compared_without_looping_answers_too() -> None:
+def test_drafts_are_compared_without_looping_answers_too():
     answers = {one.key: one for one in made_up_answers()}
     for key, one in list(answers.items()):
         if key.method == "draft":
@@ -128,7 +128,7 @@ def test_drafts_are_compared_without_looping_answers_too() -> None:
     assert text.count("| other - draft |") == 2
 
 
-def test_answers_without_a_round_are_left_out_of_acceptance() -> None:
+def test_answers_without_a_round_are_left_out_of_acceptance():
     """As where the first token ends the text, or is all that was asked for."""
     one, none = answer((0, "d", 0), DIVERSE, [3], [4], 1.0), answer((0, "d", 1), [1], [], [], 1.0)
     answers = {one.key: one, none.key: none}
@@ -154,9 +154,7 @@ def test_answers_without_a_round_are_left_out_of_acceptance() -> None:
     assert row.endswith("| 1 of 1 |")
 
 
-def test_answer_files_are_those_of_the_last_report_and_have_names_of_their_own(
-    tmp_path: Path,
-) -> None:
+def test_answer_files_are_those_of_the_last_report_and_have_names_of_their_own(tmp_path):
     one = answer((0, "a b", 0), DIVERSE, [3], [4], 1.0)
     same = replace(one, key=one.key._replace(method="a-b"))
     write_answer_files([one], tmp_path)
@@ -166,7 +164,7 @@ def test_answer_files_are_those_of_the_last_report_and_have_names_of_their_own(
     assert len(list(tmp_path.glob("spec-bench/*/*/*.jsonl"))) == 1
 
 
-def test_only_files_of_a_report_are_overwritten(tmp_path: Path) -> None:
+def test_only_files_of_a_report_are_overwritten(tmp_path):
     model = tmp_path / "eagle" / "model.json"
     model.parent.mkdir()
     model.write_text("{}")
@@ -178,7 +176,7 @@ def test_only_files_of_a_report_are_overwritten(tmp_path: Path) -> None:
     check_output(tmp_path, overwrite=True)
 
 
-def test_the_original_scripts_find_the_numbers_of_the_table(tmp_path: Path) -> None:
+def test_the_original_scripts_find_the_numbers_of_the_table(tmp_path):
     """The arithmetic of the evaluation scripts of PosS and Spec-Bench, on the files written."""
     write_answer_files(made_up_answers(), tmp_path)
     both = made_up_group()["methods"]["draft"]["all"]
@@ -200,7 +198,7 @@ def test_the_original_scripts_find_the_numbers_of_the_table(tmp_path: Path) -> N
     assert (line["question_id"], line["category"]) == ("q1", "writing")
 
 
-def test_report_is_printed_as_tables() -> None:
+def test_report_is_printed_as_tables():
     expected = """\
 8 new tokens, 2 repeats; in brackets 95 % intervals over questions, where there are 8 or more
 
@@ -244,7 +242,7 @@ without those whose answers loop
         assert table in text.splitlines()
 
 
-def test_texts_of_a_method_with_sampled_drafts_are_not_compared() -> None:
+def test_texts_of_a_method_with_sampled_drafts_are_not_compared():
     report = made_up_report()
     report["methods"]["draft"]["drafting"] = "sampled"
     lines = format_report(report).splitlines()
@@ -255,7 +253,7 @@ def test_texts_of_a_method_with_sampled_drafts_are_not_compared() -> None:
     assert plain.endswith("| 2 of 2 |") and draft.endswith("|  |")
 
 
-def test_a_terminal_is_shown_what_fits_it() -> None:
+def test_a_terminal_is_shown_what_fits_it():
     report = made_up_report()
     assert (
         format_brief(report)
@@ -283,9 +281,7 @@ Tokens per pass of the target, all texts pooled: draft 2.80; without a draft 1.
     assert describe(only_plain) == ["Without a draft: 3.2 tokens/s."]
 
 
-def test_last_line_is_short_unless_json_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_line_is_short_unless_json_is_asked_for(tmp_path, capsys, monkeypatch):
     report = made_up_report()
     show_report(report, "table", tmp_path, finding="x" * 1000)
     last = capsys.readouterr().out.splitlines()[-1]
@@ -296,7 +292,7 @@ def test_last_line_is_short_unless_json_is_asked_for(
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
 
 
-def test_phases_are_left_out_where_none_were_measured() -> None:
+def test_phases_are_left_out_where_none_were_measured():
     report = made_up_report()
     del report["roofline"], report["autoregressive_step_milliseconds"]
     for entry in report["methods"].values():
@@ -307,9 +303,7 @@ def test_phases_are_left_out_where_none_were_measured() -> None:
 
 
 @pytest.mark.parametrize("has_plots", [True, False])
-def test_the_page_holds_everything_and_needs_no_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_plots: bool
-) -> None:
+def test_the_page_holds_everything_and_needs_no_network(tmp_path, monkeypatch, has_plots):
     if has_plots:
         pytest.importorskip("matplotlib")
     else:
@@ -328,7 +322,7 @@ def test_the_page_holds_everything_and_needs_no_network(
     assert "script" not in page.tags
 
 
-def test_the_page_opens_with_the_answer_and_folds_away_what_few_read(tmp_path: Path) -> None:
+def test_the_page_opens_with_the_answer_and_folds_away_what_few_read(tmp_path):
     report = made_up_report()
     write_page(report, tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
@@ -344,7 +338,7 @@ def test_the_page_opens_with_the_answer_and_folds_away_what_few_read(tmp_path: P
     assert "prefers-color-scheme: dark" in text and text.count("<dt>") >= 7
 
 
-def test_the_page_has_no_negative_time_and_no_floor_above_a_time(tmp_path: Path) -> None:
+def test_the_page_has_no_negative_time_and_no_floor_above_a_time(tmp_path):
     report = made_up_report()
     draft = report["methods"]["draft"]
     draft["phase_milliseconds"] |= {"draft/level1": -0.125}

@@ -34,7 +34,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
-def test_a_journal_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_journal_goes_on_where_it_stopped(tmp_path):
     first, second, *_ = made_up_answers()
     Journal(tmp_path, {"a": 1}).add(first)
     path = tmp_path / "answers.jsonl"
@@ -47,7 +47,7 @@ def test_a_journal_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert not Journal(tmp_path, {"a": 2}, from_scratch=True).answers
 
 
-def test_a_journal_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_journal_of_something_else_is_refused(tmp_path):
     Journal(tmp_path, {"a": 1, "b": 2})
     with pytest.raises(UserError, match=r"benchmark of other settings \(b\); name another folder"):
         Journal(tmp_path, {"a": 1, "b": 3})
@@ -57,7 +57,7 @@ def test_a_journal_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '"text"'])
-def test_damaged_files_of_a_journal_are_named(tmp_path: Path, content: str) -> None:
+def test_damaged_files_of_a_journal_are_named(tmp_path, content):
     Journal(tmp_path, {"a": 1})
     (tmp_path / "methods.json").write_text(content)
     with pytest.raises(UserError, match=r"methods.json: want a JSON object, got .*; remove it"):
@@ -68,7 +68,7 @@ def test_damaged_files_of_a_journal_are_named(tmp_path: Path, content: str) -> N
     Journal(tmp_path, {"a": 1}, from_scratch=True)
 
 
-def test_drafts_may_be_added_to_a_journal(tmp_path: Path) -> None:
+def test_drafts_may_be_added_to_a_journal(tmp_path):
     for names in ({"x": 1}, {"y": 2}, {"x": 1, "y": 2, "z": 3}):
         journal = Journal(tmp_path, {"a": 1, "weights": names})
         journal.describe("y", {})
@@ -87,13 +87,16 @@ def matrix(runs: Runs, prompts: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    runs: Runs, prompts: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def complete(runs: Runs, prompts: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("whole") / "report"
     with contextlib.redirect_stdout(io.StringIO()):
         main([*matrix(runs, prompts), "--output", str(output)])
-    return json.loads((output / "report.json").read_text())
+    return output
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(complete: Path) -> dict[str, Any]:
+    return json.loads((complete / "report.json").read_text())
 
 
 def table(report: dict[str, Any]) -> Any:
@@ -115,14 +118,8 @@ def table(report: dict[str, Any]) -> Any:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))]
 )
 def test_a_killed_benchmark_goes_on_and_ends_with_the_same_numbers(
-    runs: Runs,
-    prompts: str,
-    uninterrupted: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    seed: int,
-) -> None:
+    runs, prompts, uninterrupted, tmp_path, monkeypatch, capsys, seed
+):
     rng, played = random.Random(seed), Counter[str]()
     original, alive = play, rng.randrange(1, 18)
 
@@ -142,14 +139,7 @@ def test_a_killed_benchmark_goes_on_and_ends_with_the_same_numbers(
     assert table(json.loads(capsys.readouterr().out.splitlines()[-1])) == table(uninterrupted)
 
 
-def test_a_benchmark_can_be_given_more(
-    runs: Runs,
-    prompts: str,
-    uninterrupted: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_benchmark_can_be_given_more(runs, prompts, uninterrupted, tmp_path, monkeypatch, capsys):
     output = ["--output", str(tmp_path / "report")]
     first = matrix(runs, prompts)
     few = [*first[:2], *first[4:6], *"--temperatures 1 --seeds 4 --repeats 1".split(), *TREE]
@@ -170,7 +160,7 @@ def test_a_benchmark_can_be_given_more(
     assert (known["methods"], known["groups"]) == (report["methods"], report["groups"])
 
 
-def test_a_benchmark_with_another_vocabulary_does_not_go_on(runs: Runs, tmp_path: Path) -> None:
+def test_a_benchmark_with_another_vocabulary_does_not_go_on(runs, tmp_path):
     config = BenchConfig(target=runs.model("target"), drafts={"A": runs.model("eagle")})
     path, settings = tmp_path / "v.json", []
     for tokens in ((4, 5, 6), (4, 5, 7)):
@@ -184,7 +174,7 @@ def test_a_benchmark_with_another_vocabulary_does_not_go_on(runs: Runs, tmp_path
 
 
 @pytest.mark.slow
-def test_a_benchmark_can_be_given_another_set(runs: Runs, prompts: str, tmp_path: Path) -> None:
+def test_a_benchmark_can_be_given_another_set(runs, prompts, tmp_path):
     output = tmp_path / "report"
     arguments = [*matrix(runs, prompts), "--output", str(output)]
     other = write_lines(tmp_path / "other.jsonl", {"prompt": "de"})
@@ -197,7 +187,7 @@ def test_a_benchmark_can_be_given_another_set(runs: Runs, prompts: str, tmp_path
     assert [group["questions"] for group in groups] == [3, 3, 1, 1]
 
 
-def test_temperatures_and_seeds_make_a_matrix(uninterrupted: dict[str, Any]) -> None:
+def test_temperatures_and_seeds_make_a_matrix(uninterrupted):
     groups = uninterrupted["groups"]
     found = [(group["temperature"], group["seeds"]) for group in groups]
     assert found == [(0, [3]), (1, [3, 4])]
@@ -209,18 +199,15 @@ def test_temperatures_and_seeds_make_a_matrix(uninterrupted: dict[str, Any]) -> 
     )
 
 
-def test_methods_take_turns(runs: Runs, prompts: str, tmp_path: Path) -> None:
+def test_methods_take_turns(complete):
     """A machine that slows down slows all of them; each question begins with another one."""
-    main([*matrix(runs, prompts), "--output", str(tmp_path)])
-    lines = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
+    lines = map(json.loads, (complete / "answers.jsonl").read_text().splitlines())
     order = [(line["key"][3], line["key"][2]) for line in lines][:6]
     draft, plain = "PosS-2", "autoregressive"
     assert order == [(0, plain), (0, draft), (1, draft), (1, plain), (2, plain), (2, draft)]
 
 
 @pytest.mark.slow
-def test_batches_give_the_numbers_of_single_questions(
-    runs: Runs, prompts: str, uninterrupted: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_batches_give_the_numbers_of_single_questions(runs, prompts, uninterrupted, capsys):
     main([*matrix(runs, prompts), "batch_size=2"])
     assert table(json.loads(capsys.readouterr().out.splitlines()[-1])) == table(uninterrupted)

@@ -1,7 +1,9 @@
 """The cost card: a small config counted by hand, XLA's own count, and phases that add up."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,7 +45,7 @@ WORK = Workload(
 )
 
 
-def test_target_by_hand() -> None:
+def test_target_by_hand():
     step = costs.decode(WORK)
     # 8 rows are attended: 7 and the row itself, by each of 2 sequences in each of 2 layers.
     assert step.bytes == 4 * (LAYERS + HEAD + 2 * 2 * 8 * PAIR)
@@ -56,7 +58,7 @@ def test_target_by_hand() -> None:
     assert quantised.bytes == LAYERS + HEAD + 2 * (2 * 2 * 8 * PAIR)
 
 
-def test_draft_by_hand() -> None:
+def test_draft_by_hand():
     first, second, third = (costs.draft_level(WORK, depth) for depth in range(3))
     windowed = replace(WORK, draft=replace(SPANS, window=2))
     assert costs.draft_level(windowed, 0).bytes == first.bytes - 4 * (2 * 1 * PAIR)
@@ -79,14 +81,14 @@ def test_draft_by_hand() -> None:
     assert costs.commit(WORK).bytes - costs.commit(quantised).bytes == 3 * 2 * KV
 
 
-def test_what_a_draft_vocabulary_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_draft_vocabulary_saves(monkeypatch):
     monkeypatch.setattr(costs, "FEW_TOKENS", 4)
     head = 3 * (10 - 4) * 4 * 4  # levels x rows of the head x its width x bytes
     whole = cost_card(WORK, prompt_tokens=1)["round"].bytes
     assert costs.saved_by_vocabulary(WORK) == pytest.approx(head / whole)
 
 
-def test_commit_and_prefill_by_hand() -> None:
+def test_commit_and_prefill_by_hand():
     # Rows of 4 nodes are read and written; both specialists' caches take in 4 pairs.
     assert costs.commit(WORK).bytes == 4 * (2 * 2 * 8 * PAIR + FC + 2 * KV + 2 * 8 * PAIR)
     assert costs.commit(WORK).flops == 2 * 8 * (FC + 2 * KV)
@@ -100,7 +102,7 @@ def test_commit_and_prefill_by_hand() -> None:
     assert pairs.flops - prompt.flops == 2 * 6 * (FC + 2 * KV)
 
 
-def test_card_adds_up() -> None:
+def test_card_adds_up():
     card = cost_card(WORK, prompt_tokens=3)
     levels = [f"draft/level{depth}" for depth in range(3)]
     assert list(card) == ["prefill", *levels, "draft", "verify", "accept", "commit", "round"]
@@ -116,94 +118,70 @@ def test_card_adds_up() -> None:
         costs.draft_level(replace(WORK, draft=None), 0)
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
-def test_weights_are_those_of_the_models(family: str) -> None:
-    """Norms apart, a card's weights are the parameters that random models have."""
-    llama, spans = tiny_llama(), {"positions_per_specialist": (2,)}
-    if family == "eagle3":
-        spans |= {"family": family, "kv": "shared", "aux_layers": (0, 1), "head_size": 40}
-    draft = DraftConfig(layer=llama, **spans)
-    work = Workload(target=llama, draft=draft, tree=TreeConfig(depth=2, top_k=1, total_tokens=3))
-
-    def count(tree: Any) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.ndim > 1)
-
-    key = jax.random.key(0)
-    target, drafted = (
-        jax.eval_shape(init, config, key) for init, config in _partials(llama, draft)
-    )
-    step = costs.decode(replace(work, cache_bytes=0))
-    assert step.bytes == 4 * (count(target["layers"]) + count(target["head"]))
-    level = costs.draft_level(replace(work, cache_bytes=0), 1)
-    head = count(drafted.get("head", target["head"]))
-    fc = 0 if family == "eagle3" else count(drafted["fc"])
-    assert level.bytes == 4 * (count(drafted["specialists"]) + head + fc)
-    commit = costs.commit(replace(work, cache_bytes=0))
-    attention = drafted["specialists"][0]["attention"]
-    assert commit.bytes == 4 * (count(drafted["fc"]) + count([attention["k"], attention["v"]]))
+EAGLE3 = {"family": "eagle3", "kv": "shared", "aux_layers": (0, 1), "head_size": 40}
+FAMILIES = pytest.mark.parametrize("kind", [{}, EAGLE3], ids=["eagle", "eagle3"])
+SMALL = tiny_llama()
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
-def test_a_round_reads_every_layer_of_a_deep_specialist_once(family: str) -> None:
-    llama, kind = tiny_llama(), {}
-    if family == "eagle3":
-        kind = {"family": family, "kv": "shared", "aux_layers": (0, 1), "head_size": 40}
-    draft = DraftConfig(
-        layer=llama, positions_per_specialist=(1, 1), layers_per_specialist=(3,), **kind
-    )
+def workload(**draft: Any) -> Workload:
+    """A chain of two levels, whose caches cost nothing."""
     tree = TreeConfig(depth=2, top_k=1, total_tokens=3)
-    work = Workload(target=llama, draft=draft, tree=tree, cache_bytes=0)
-    phases = [costs.commit(work), costs.draft_level(work, 0), costs.draft_level(work, 1)]
-    shapes = jax.eval_shape(lambda: init_draft(draft, jax.random.key(0)))
+    config = DraftConfig(layer=SMALL, **draft)
+    return Workload(target=SMALL, draft=config, tree=tree, cache_bytes=0)
 
-    def count(tree: Any) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.ndim > 1)
 
+def count(tree: Any) -> int:
+    """Numbers in a model, norms and biases apart."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.ndim > 1)
+
+
+def draft_shapes(work: Workload) -> Any:
+    return jax.eval_shape(lambda: init_draft(work.draft, jax.random.key(0)))
+
+
+def context_bytes(work: Workload, phase: Callable[[Workload], Cost]) -> float:
+    """Bytes of five rows of context in a phase."""
+    longer = phase(replace(work, context=5, cache_bytes=4)).bytes
+    return longer - phase(replace(work, cache_bytes=4)).bytes
+
+
+@FAMILIES
+def test_weights_are_those_of_the_models(kind):
+    work = workload(positions_per_specialist=(2,), **kind)
+    target = jax.eval_shape(lambda: init_target(SMALL, jax.random.key(0)))
+    draft = draft_shapes(work)
+    assert costs.decode(work).bytes == 4 * (count(target["layers"]) + count(target["head"]))
+    head = count(draft.get("head", target["head"]))
+    fc = 0 if kind else count(draft["fc"])
+    assert costs.draft_level(work, 1).bytes == 4 * (count(draft["specialists"]) + head + fc)
+    attention = draft["specialists"][0]["attention"]
+    committed = count(draft["fc"]) + count([attention["k"], attention["v"]])
+    assert costs.commit(work).bytes == 4 * committed
+
+
+@FAMILIES
+def test_round_reads_every_layer_of_a_deep_specialist_once(kind):
+    work = workload(positions_per_specialist=(1, 1), layers_per_specialist=(3,), **kind)
+    shapes = draft_shapes(work)
     # The second specialist projects drafted rows, too, unless its stream takes them only.
     last = shapes["specialists"][1]["attention"]
-    committed = 0 if family == "eagle3" else count([last["k"], last["v"]])
-    fc = count(shapes["fc"]) * (1 if family == "eagle3" else 2)
-    heads = 2 * (40 if family == "eagle3" else llama.vocab_size) * llama.hidden_size
+    committed = 0 if kind else count([last["k"], last["v"]])
+    fc = count(shapes["fc"]) * (1 if kind else 2)
+    heads = 2 * (40 if kind else SMALL.vocab_size) * SMALL.hidden_size
     layers = count([shapes["specialists"], shapes["further"]])
-    assert sum(phase.bytes for phase in phases) == 4 * (layers + committed + fc + heads)
-    longer = costs.commit(replace(work, context=5, cache_bytes=4)).bytes
-    read = longer - costs.commit(replace(work, cache_bytes=4)).bytes
-    assert read == 4 * 2 * 5 * (2 * llama.num_kv_heads * llama.head_dim)  # in two of three layers
+    read = [costs.commit(work), costs.draft_level(work, 0), costs.draft_level(work, 1)]
+    assert sum(phase.bytes for phase in read) == 4 * (layers + committed + fc + heads)
+    row = 2 * SMALL.num_kv_heads * SMALL.head_dim
+    assert context_bytes(work, costs.commit) == 4 * 2 * 5 * row  # in two of three layers
 
 
-def test_a_looped_draft_reads_all_of_its_layers_at_every_position() -> None:
-    llama = tiny_llama()
-    draft = DraftConfig(
-        layer=llama,
-        layers_per_specialist=(3,),
-        family="eagle3",
-        kv="shared",
-        aux_layers=(0, 1),
-        head_size=40,
-    )
-    tree = TreeConfig(depth=2, top_k=1, total_tokens=3)
-    work = Workload(target=llama, draft=draft, tree=tree, cache_bytes=0)
-    shapes = jax.eval_shape(lambda: init_draft(draft, jax.random.key(0)))
-    layers = sum(leaf.size for leaf in jax.tree.leaves(shapes) if leaf.ndim > 1)
-    layers -= shapes["fc"]["weight"].size
-    assert costs.draft_level(work, 1).bytes == 4 * layers
-    longer = costs.draft_level(replace(work, context=5, cache_bytes=4), 1).bytes
-    read = longer - costs.draft_level(replace(work, cache_bytes=4), 1).bytes
-    assert read == 4 * 3 * 5 * (2 * llama.num_kv_heads * llama.head_dim)
-
-
-def _partials(llama: LlamaConfig, draft: DraftConfig) -> list[Any]:
-    return [
-        (lambda _, key: init_target(llama, key), None),
-        (lambda _, key: init_draft(draft, key), None),
-    ]
-
-
-def test_datasheets() -> None:
-    assert list(DEVICES) == ["v5e", "v5p", "v6e", "h100", "h200"]
-    for name, device in DEVICES.items():
-        assert device.name == name
-        assert 100 < device.flops_per_second / device.bytes_per_second < 1000
+def test_looped_draft_reads_all_of_its_layers_at_every_position():
+    work = workload(layers_per_specialist=(3,), **EAGLE3)
+    shapes = draft_shapes(work)
+    second = partial(costs.draft_level, depth=1)
+    assert second(work).bytes == 4 * (count(shapes) - shapes["fc"]["weight"].size)
+    row = 2 * SMALL.num_kv_heads * SMALL.head_dim
+    assert context_bytes(work, second) == 4 * 3 * 5 * row
 
 
 # --------------------------------------------------------------------------------------------------
@@ -221,7 +199,7 @@ def engine() -> Engine:
     return make_engine(llama, random_target(llama), config, tree=tree)
 
 
-def test_xla_counts_the_same(engine: Engine) -> None:
+def test_xla_counts_the_same(engine):
     """FLOPs are between 0.8 and 1 times XLA's; the phases' add up to the round's.
 
     XLA counts what the cards leave out: softmax and norms, and attention over all rows there is
@@ -267,7 +245,7 @@ def test_xla_counts_the_same(engine: Engine) -> None:
     assert min(ratios.values()) > 0.8 and max(ratios.values()) <= 1, ratios
 
 
-def test_bytes_are_those_of_the_arrays(engine: Engine) -> None:
+def test_bytes_are_those_of_the_arrays(engine):
     """Norms and scales, which belong to the layers, add a little."""
     config, weights = engine.decode_config(1), engine.weights
     assert config.draft is not None
@@ -279,7 +257,7 @@ def test_bytes_are_those_of_the_arrays(engine: Engine) -> None:
         assert work.draft_bytes == 4
 
 
-def test_phases_are_timed(engine: Engine) -> None:
+def test_phases_are_timed(engine):
     prompt = engine.prepare([1, 2, 3], 8)
     card = phases.measure_card(engine, prompt, DEVICES["v5e"], num_calls=2)
     times = card["phase_milliseconds"]
@@ -292,7 +270,7 @@ def test_phases_are_timed(engine: Engine) -> None:
 # Rates of this device
 
 
-def test_rates_are_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_measured_once(tmp_path, monkeypatch):
     sizes: list[int] = []
 
     def seconds(program: Any, *arrays: Any) -> float:

@@ -32,7 +32,7 @@ def dictionaries(value: Any) -> Iterator[dict[str, Any]]:
             yield from dictionaries(inner)
 
 
-def test_options_paths_and_metrics_exist() -> None:
+def test_options_paths_and_metrics_exist():
     routes = {getattr(route, "path", None) for route in create_app(ServeConfig()).routes}
     files = [FOLDER / "serve.yaml", FOLDER / "several_hosts.yaml"]
     parts = list(dictionaries([list(yaml.safe_load_all(file.read_text())) for file in files]))

@@ -64,7 +64,7 @@ def start(name: str, train: str, folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("name", scripts())
-def test_what_is_called_exists(name: str) -> None:
+def test_what_is_called_exists(name):
     text = scripts()[name].replace("\\\n", " ")
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -80,7 +80,7 @@ def test_what_is_called_exists(name: str) -> None:
         assert extra in extras["optional-dependencies"]
 
 
-def test_the_batch_divides_among_the_chips_of_the_slice() -> None:
+def test_the_batch_divides_among_the_chips_of_the_slice():
     spec = manifest("jobset.yaml")["spec"]["replicatedJobs"][0]["template"]["spec"]
     [container] = pod()["containers"]
     across, along = pod()["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
@@ -93,7 +93,7 @@ def test_the_batch_divides_among_the_chips_of_the_slice() -> None:
 
 @pytest.mark.parametrize("name", scripts())
 @pytest.mark.parametrize(("train", "code"), [(DONE, 0), (STOPPED, 75), ("exit 2", 2)])
-def test_a_stopped_run_starts_again(name: str, train: str, code: int, tmp_path: Path) -> None:
+def test_a_stopped_run_starts_again(name, train, code, tmp_path):
     process = start(name, train, tmp_path)
     printed, _ = process.communicate(timeout=60)
     is_slurm = name == "slurm.sh"  # queues itself and is done
@@ -104,13 +104,13 @@ def test_a_stopped_run_starts_again(name: str, train: str, code: int, tmp_path: 
     assert given.startswith("--config ") and "configs/llama3-8b-instruct/poss3.yaml" in given
 
 
-def test_slurm_gives_a_process_all_devices_of_its_host(tmp_path: Path) -> None:
+def test_slurm_gives_a_process_all_devices_of_its_host(tmp_path):
     process = start("slurm.sh", "echo $JAX_LOCAL_DEVICE_IDS", tmp_path)
     assert process.communicate(timeout=60)[0] == "0,1,2,3\n"
     assert (tmp_path / "given").read_text().split()[-1] == "seed=3"
 
 
-def test_a_pod_passes_sigterm_on(tmp_path: Path) -> None:
+def test_a_pod_passes_sigterm_on(tmp_path):
     train = f"""stop() {{ sleep 0.2; {STOPPED}; exit; }}
 trap stop TERM
 touch {tmp_path}/ready

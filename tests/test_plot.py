@@ -50,7 +50,7 @@ def target(tmp_path: Path) -> str:
     return write_run(tmp_path / "llama", "target", *lines)
 
 
-def test_table(draft: str, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(draft, target, capsys):
     main([draft, target, "--table"])
     assert capsys.readouterr().out.splitlines() == [
         "| run | step | validation loss | simulated acceptance length |",
@@ -68,13 +68,13 @@ def test_table(draft: str, target: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(("depth", "specialists"), [(1, [0]), (3, [0, 1, 1]), (5, [0, 1, 1, 1, 1])])
-def test_specialists_of_the_depths(tmp_path: Path, depth: int, specialists: list[int]) -> None:
+def test_specialists_of_the_depths(tmp_path, depth, specialists):
     line = {"step": 1, "validation_loss": [1.0] * depth, "agreement": [0.5] * depth}
     folder = write_run(tmp_path / "run", "draft", line | {"simulated_acceptance_length": 2.0})
     assert read_run(folder).specialists == specialists
 
 
-def test_run_that_goes_on(draft: str) -> None:
+def test_run_that_goes_on(draft):
     with (Path(draft) / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     assert read_run(draft).steps[-1]["step"] == 4
@@ -82,9 +82,7 @@ def test_run_that_goes_on(draft: str) -> None:
 
 @pytest.mark.skipif(not has_matplotlib, reason="needs matplotlib")
 @pytest.mark.parametrize("names", [["poss"], ["poss", "llama"], ["llama"]])
-def test_plot_lies_in_the_first_run(
-    draft: str, target: str, names: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plot_lies_in_the_first_run(draft, target, names, capsys):
     folders = [{"poss": draft, "llama": target}[name] for name in names]
     main(folders)
     image = Path(folders[0]) / "training.png"
@@ -93,13 +91,11 @@ def test_plot_lies_in_the_first_run(
 
 
 @pytest.mark.skipif(not has_matplotlib, reason="needs matplotlib")
-def test_unknown_kind_of_image(draft: str, tmp_path: Path) -> None:
+def test_unknown_kind_of_image(draft, tmp_path):
     assert "plot.xyz" in refusal(main, draft, "--output", str(tmp_path / "plot.xyz"))
 
 
-def test_without_matplotlib_the_table_is_left(
-    draft: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_matplotlib_the_table_is_left(draft, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
     message = refusal(main, draft)
@@ -108,21 +104,7 @@ def test_without_matplotlib_the_table_is_left(
     assert "| poss | 4 |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["1", "[", "[" * 5000, '{"validation_loss": 1}', '{"step": 1, "validation_loss": ["x"]}'],
-    ids=lambda line: line[:20],
-)
-def test_damaged_metrics(tmp_path: Path, line: str) -> None:
-    folder = write_run(tmp_path / "run", "draft", {"step": 1, "loss": 1.0}, validation(2, 2.0))
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write(f"{line}\n")
-    assert "holds no metrics of a training run" in refusal(main, folder, "--table")
-
-
-def test_eagle3_has_no_feature_to_compare(
-    tmp_path: Path, draft: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eagle3_has_no_feature_to_compare(tmp_path, draft, capsys):
     line = {key: v for key, v in validation(2, 2.0).items() if not key.startswith("feature")}
     folder = write_run(tmp_path / "eagle3", "draft", {"step": 1, "loss": 1.0}, line)
     main([folder, draft, "--table"])
@@ -134,10 +116,23 @@ def test_eagle3_has_no_feature_to_compare(
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", "stage: draft", "- 1", "{", "[" * 5000, "a: 2024-13-45", "a: &a [*a]"]
+    ("config", "line"),
+    [
+        *((None, line) for line in ("1", "[", "[" * 5000, '{"validation_loss": 1}')),
+        (None, '{"step": 1, "validation_loss": ["x"]}'),
+        *((config, "") for config in ("", "stage: draft", "- 1", "{", "[" * 5000)),
+        *((config, "") for config in ("a: 2024-13-45", "a: &a [*a]")),
+    ],
+    ids=lambda text: str(text)[:20],
 )
-def test_folder_of_something_else(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "config.yaml").write_text(content)
-        (tmp_path / "metrics.jsonl").write_text("")
-    assert "holds no metrics of a training run" in refusal(main, str(tmp_path), "--table")
+def test_folder_without_metrics_of_a_run_is_refused(tmp_path, config, line):
+    folder = tmp_path / "run"
+    write_run(folder, "draft", {"step": 1, "loss": 1.0}, validation(2, 2.0))
+    if config is not None:
+        (folder / "config.yaml").write_text(config)
+        (folder / "metrics.jsonl").write_text("")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    no_run = "holds no metrics of a training run"
+    assert no_run in refusal(main, str(folder), "--table")
+    assert no_run in refusal(main, str(tmp_path), "--table")

@@ -28,12 +28,12 @@ from poss_jax.engine.trees import ACCELERATOR_TREES, tree_for
         ("4/2/x", "tree '4/2/x': total_tokens: Input should be a valid integer"),
     ],
 )
-def test_trees_that_are_refused(text: str, error: str) -> None:
+def test_trees_that_are_refused(text, error):
     with pytest.raises(UserError, match=error):
         read_tree(text)
 
 
-def test_answers_under_schemas_are_counted_and_their_rounds_timed() -> None:
+def test_answers_under_schemas_are_counted_and_their_rounds_timed():
     """The second answer's first token ended it, so it has no rounds; the third one is cut."""
     answers = [
         Generation([1], [2, 3, 4, 5], "12", [1, 0], [1, 1], "stop"),
@@ -55,7 +55,7 @@ FEW = "--tiny --contexts 8 8/320 --clients 1 2 --methods autoregressive poss3 --
 
 
 @pytest.mark.slow
-def test_accelerator(tmp_path: Path) -> None:
+def test_accelerator(tmp_path):
     words = ["-m", "benchmarks.accelerator", *FEW.split(), "--output", str(tmp_path)]
     run = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, check=True)
     report = json.loads(run.stdout.splitlines()[-1])
@@ -71,9 +71,7 @@ def test_accelerator(tmp_path: Path) -> None:
     assert list(report["training"]) == ["poss3"]
 
 
-def test_rows_are_written_at_once_and_not_measured_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_written_at_once_and_not_measured_again(tmp_path, capsys, monkeypatch):
     roofline = Roofline(Device("abacus", 1e9, 1e9, 1e9), {"square": 1e9})
     monkeypatch.setattr(accelerator, "find_roofline", lambda: roofline)
     measured = []
@@ -99,13 +97,13 @@ def test_rows_are_written_at_once_and_not_measured_again(
 
 
 @pytest.mark.parametrize("text", ["512/512", "512/8192/1"])
-def test_contexts_that_are_refused(text: str) -> None:
+def test_contexts_that_are_refused(text):
     with pytest.raises(UserError, match="want LENGTH or LENGTH/ROOM, such as 512/8192"):
         accelerator.read_context(text)
 
 
 @pytest.mark.parametrize("tree", random_pair.RECORDED)
-def test_recorded_rounds_fit_their_trees(tree: str) -> None:
+def test_recorded_rounds_fit_their_trees(tree):
     config = StaticShape(tiny_llama(), DraftConfig(layer=tiny_llama()), read_tree(tree), rows=128)
     assert max(random_pair.accepted_by(config)) == config.max_accepted == int(tree[0])
 
@@ -117,7 +115,7 @@ LLAMA_8B = LlamaConfig(
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_default_trees_of_accelerators_pay_at_every_load(name: str) -> None:
+def test_default_trees_of_accelerators_pay_at_every_load(name):
     draft = DraftConfig(layer=replace(LLAMA_8B, num_layers=1), positions_per_specialist=(3, 3))
     bytes_per = dict.fromkeys(
         ("target_bytes", "specialist_bytes", "draft_bytes", "cache_bytes"), 2.0

@@ -81,7 +81,7 @@ def assert_same_run(uri: str, local: Path, runs: Runs) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def test_path_or_uri() -> None:
+def test_path_or_uri():
     assert as_path("models/a") == Path("models/a") and isinstance(as_path("models/a"), Path)
     assert is_uri("gs://a/b") and is_uri(epath.Path("gs://a/b"))
     assert not any(map(is_uri, ("a/b", "stdlib", "packages:a,b", "owner/name")))
@@ -91,9 +91,7 @@ def test_path_or_uri() -> None:
         as_path("ftp://a/b")
 
 
-def test_the_home_folder_is_found_wherever_a_path_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_home_folder_is_found_wherever_a_path_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     place = tmp_path / "a"
     assert as_path("~/a") == absolute("~/a") == real_path("~/a") == place
@@ -109,7 +107,7 @@ def test_the_home_folder_is_found_wherever_a_path_is_given(
     assert not (tmp_path / "~").exists()
 
 
-def test_missing_client_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_client_is_one_line(monkeypatch):
     def fail(self: Any, path: Any) -> bool:
         raise ImportError("Please install\ngcsfs")
 
@@ -122,7 +120,7 @@ def test_missing_client_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 # Models
 
 
-def test_same_tokens_as_from_local_folders(runs: Runs, uploaded: str, tmp_path: Path) -> None:
+def test_same_tokens_as_from_local_folders(runs, uploaded, tmp_path):
     lines = [
         generate(f"{root}/target/model", f"{root}/poss2/model", tmp_path, "--prompt", "def area")
         for root in (str(runs.root), uploaded)
@@ -130,13 +128,13 @@ def test_same_tokens_as_from_local_folders(runs: Runs, uploaded: str, tmp_path: 
     assert lines[0][0]["output_ids"] and lines[0] == lines[1]
 
 
-def test_model_is_verified(uploaded: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_is_verified(uploaded, capsys):
     assert verify_model(f"{uploaded}/target/model").family == "target"
     convert_main(["inspect", f"{uploaded}/poss2/model", "--verify"])
     assert summary(capsys)
 
 
-def test_model_is_written(runs: Runs, uploaded: str, objects: object_store.Objects) -> None:
+def test_model_is_written(runs, uploaded, objects):
     output = "gs://tiny/longer"
     command = ["init-specialists", "--draft", f"{uploaded}/poss2/model"]
     command += ["--positions-per-specialist", "2,2,2", "--output", output]
@@ -145,9 +143,7 @@ def test_model_is_written(runs: Runs, uploaded: str, objects: object_store.Objec
     assert "is not empty" in refusal(convert_main, *command)
 
 
-def test_export_and_vocabulary(
-    runs: Runs, uploaded: str, objects: object_store.Objects, tmp_path: Path
-) -> None:
+def test_export_and_vocabulary(runs, uploaded, objects, tmp_path):
     for root, output in ((str(runs.root), str(tmp_path / "out")), (uploaded, "gs://tiny/out")):
         models = ["--model", f"{root}/poss2/model", "--target", f"{root}/target/model"]
         convert_main(["export", *models, "--output", output])
@@ -162,9 +158,7 @@ def test_export_and_vocabulary(
     assert verify_model("gs://tiny/limited").draft_vocabulary == tuple(range(200))
 
 
-def test_folder_is_not_whole_before_its_last_file(
-    runs: Runs, objects: object_store.Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_is_not_whole_before_its_last_file(runs, objects, monkeypatch):
     copied = []
     copy_file = paths._copy_file
 
@@ -185,7 +179,7 @@ def test_folder_is_not_whole_before_its_last_file(
     assert read_record("gs://tiny/partial").family == "target"
 
 
-def test_damaged_item_is_named(uploaded: str, objects: object_store.Objects) -> None:
+def test_damaged_item_is_named(uploaded, objects):
     copy_files(epath.Path(f"{uploaded}/target/model"), epath.Path("gs://tiny/damaged"))
     for name in objects.names("tiny/damaged/weights/embed/"):
         objects.file(name).unlink()
@@ -197,7 +191,7 @@ def test_damaged_item_is_named(uploaded: str, objects: object_store.Objects) -> 
 # Data
 
 
-def test_data_by_uri(objects: object_store.Objects, tmp_path: Path) -> None:
+def test_data_by_uri(objects, tmp_path):
     texts = [{"text": f"Ünique text number {n}. " * 5} for n in range(40)]
     write_lines(tmp_path / "a.jsonl", *texts[:20])
     write_lines(tmp_path / "b.jsonl", *texts[20:])
@@ -218,7 +212,7 @@ def test_data_by_uri(objects: object_store.Objects, tmp_path: Path) -> None:
         ("gs://data/**/a.jsonl", r"URIs take \* but not \*\*"),
     ],
 )
-def test_data_that_cannot_be_read(objects: object_store.Objects, source: str, why: str) -> None:
+def test_data_that_cannot_be_read(objects, source, why):
     with pytest.raises(UserError, match=why):
         load_documents(DataConfig(source=source))
 
@@ -228,9 +222,7 @@ def test_data_that_cannot_be_read(objects: object_store.Objects, source: str, wh
 
 
 @pytest.mark.slow
-def test_killed_run_ends_like_an_uninterrupted_local_one(
-    runs: Runs, uploaded: str, objects: object_store.Objects, tmp_path: Path
-) -> None:
+def test_killed_run_ends_like_an_uninterrupted_local_one(runs, uploaded, objects, tmp_path):
     config = uri_config(uploaded, "gs://runs/poss2", tmp_path, POSS2)
     script = [str(ROOT / "tests" / name) for name in ("object_store.py", "dying_run.py")]
     command = [sys.executable, script[0], str(objects.folder), script[1], "step", "13"]
@@ -250,9 +242,7 @@ def test_killed_run_ends_like_an_uninterrupted_local_one(
     assert steps == {path.name for path in (runs.root / "poss2" / "checkpoints").iterdir()}
 
 
-def test_target_trained_at_a_uri(
-    runs: Runs, uploaded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_target_trained_at_a_uri(runs, uploaded, tmp_path, capsys):
     config = uri_config(uploaded, "gs://runs/target", tmp_path, TARGET)
     main(["--config", config])
     assert_same_run("gs://runs/target", runs.root / "target", runs)
@@ -267,7 +257,7 @@ def test_target_trained_at_a_uri(
 
 
 @pytest.mark.slow
-def test_target_continued_at_a_uri(uploaded: str, tmp_path: Path) -> None:
+def test_target_continued_at_a_uri(uploaded, tmp_path):
     start = f"{uploaded}/target/model"
     config = uri_config(uploaded, "gs://runs/continued", tmp_path, TARGET)
     main(["--config", config, f"init_target={start}", "num_tokens=64", "seed=1"])
@@ -275,9 +265,7 @@ def test_target_continued_at_a_uri(uploaded: str, tmp_path: Path) -> None:
     assert trained.tokenizer_sha256 == before.tokenizer_sha256
 
 
-def test_overwritten_run_starts_anew(
-    uploaded: str, objects: object_store.Objects, tmp_path: Path
-) -> None:
+def test_overwritten_run_starts_anew(uploaded, objects, tmp_path):
     config = uri_config(uploaded, "gs://runs/again", tmp_path, TARGET)
     claimed = []
     for seed, overwrite in ((1, False), (2, True)):
@@ -291,9 +279,7 @@ def test_overwritten_run_starts_anew(
     assert claimed == [([], first), (first, second)]
 
 
-def test_run_that_cannot_start_leaves_nothing(
-    uploaded: str, objects: object_store.Objects, tmp_path: Path
-) -> None:
+def test_run_that_cannot_start_leaves_nothing(uploaded, objects, tmp_path):
     config = uri_config(uploaded, "gs://runs/none", tmp_path, TARGET)
     assert "held-out documents fill" in refusal(main, "--config", config, "batch_size=1000")
     assert objects.names("runs/none") == objects.names("runs/.none") == []
@@ -308,15 +294,13 @@ def test_run_that_cannot_start_leaves_nothing(
         (["features.cache=gs://runs/cache"], "features.cache gs://runs/cache: want a path of this"),
     ],
 )
-def test_what_a_run_cannot_have_at_a_uri(
-    uploaded: str, tmp_path: Path, changes: list[str], why: str
-) -> None:
+def test_what_a_run_cannot_have_at_a_uri(uploaded, tmp_path, changes, why):
     config = uri_config(uploaded, "gs://runs/refused", tmp_path, POSS2)
     assert why in refusal(main, "--config", config, *changes)
 
 
 @pytest.mark.usefixtures("objects")
-def test_outputs_that_stay_local(runs: Runs, tmp_path: Path) -> None:
+def test_outputs_that_stay_local(runs, tmp_path):
     options = ["--target", runs.model("target"), "--prompt", "a", "--output", "gs://tiny/out.jsonl"]
     assert "want a path of this machine" in refusal(generate_main, *options)
     config = config_file(runs, tmp_path, POSS2, output="gs://tiny/poss2/model")

@@ -47,7 +47,7 @@ def run(command: list[str], folder: Path) -> str:
     return result.stdout
 
 
-def test_the_wheel_holds_one_package(wheel: Path) -> None:
+def test_the_wheel_holds_one_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     expected = {
         f"{place}/{path.relative_to(ROOT / folder).as_posix()}"
@@ -61,9 +61,7 @@ def test_the_wheel_holds_one_package(wheel: Path) -> None:
     assert {str(path.relative_to(ROOT)) for path in bundled if path.suffix != ".pyc"} <= set(names)
 
 
-def test_programs_run_where_there_is_no_checkout(
-    wheel: Path, fixtures: Path, tmp_path: Path
-) -> None:
+def test_programs_run_where_there_is_no_checkout(wheel, fixtures, tmp_path):
     environment, folder = tmp_path / "environment", tmp_path / "empty"
     folder.mkdir()
     venv.create(environment)
