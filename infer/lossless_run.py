@@ -281,11 +281,12 @@ def replay(
 @partial(jax.jit, static_argnums=1)
 @on_mesh
 def _start(weights: Weights, config: StaticShape, request: Request) -> tuple[DecodeState, Scores]:
-    logits = speculate.prefill(weights, config, request).logits[:, None]
+    out = speculate.prefill(weights, config, request)
+    logits = out.logits[:, None]
     history = speculate.prompt_history(request)
     depths = jnp.zeros(logits.shape[:2], jnp.int32)
     scores = _scores(request, history, logits, request.lengths, depths)
-    return speculate.start(weights, config, request), scores
+    return speculate.first_state(weights, config, request, out), scores
 
 
 @partial(jax.jit, static_argnums=1)

@@ -168,11 +168,6 @@ def test_a_stream_may_be_broken_off(engine: Engine, answers: dict[str, list[Gene
     assert chunks_of(engine, PROMPTS[0])[1] == answers["greedy"][0]
 
 
-def test_one_prompt_has_one_text_whatever_the_call(engine: Engine) -> None:
-    (answer,) = engine.generate(PROMPTS[:1], max_new_tokens=N, sampling=SAMPLED)
-    assert chunks_of(engine, PROMPTS[0], sampling=SAMPLED)[1] == answer
-
-
 def test_an_answer_begins_with_its_space_unless_it_is_a_message(engine: Engine) -> None:
     """Decoders of SentencePiece drop the space before the first word of a text."""
     other, tokenizer = copy(engine), byte_fallback()
