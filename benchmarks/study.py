@@ -370,7 +370,7 @@ def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dic
         answers += some
         jax.clear_caches()  # the programs of many variants are more than a process may map
     methods = {name: row for report in reports.values() for name, row in report["methods"].items()}
-    rounds = {name: row["phase_milliseconds"].get("round") for name, row in methods.items()}
+    rounds = {name: row.get("phase_milliseconds", {}).get("round") for name, row in methods.items()}
     round_milliseconds = {
         variant: float(np.median([rounds[run.name] for run in runs if run.variant == variant]))
         for variant in (config.variants if config.phases else [])
