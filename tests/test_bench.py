@@ -254,6 +254,8 @@ def test_methods_that_cannot_be_compared_are_refused() -> None:
     method = {"int8": MethodConfig(quantise="int8")}
     with pytest.raises(ValueError, match="methods: int8 is a draft's name, too"):
         BenchConfig(target="t", drafts={"int8": "d"}, methods=method)
+    with pytest.raises(ValueError, match="lookup: the baseline copies nothing; give drafts or"):
+        BenchConfig(target="t", lookup=3)
     with pytest.raises(UserError, match=r"unknown key 'methods\.a\.drafft'; did you mean"):
         build_config(BenchConfig, {"methods": {"a": {"drafft": "d"}}}, origin="x")
     with pytest.raises(UserError, match=r"methods\.a: drafting: is a draft's; give draft, too"):

@@ -266,6 +266,15 @@ def test_phases_are_timed(engine):
     assert phases.phases_to_round({"verify": 2.0, "commit": 1.0, "round": 4.0}) == 0.75
 
 
+def test_copies_alone_are_a_phase() -> None:
+    target = random_target(LLAMA)
+    engine = make_engine(LLAMA, target, tree=TreeConfig(depth=2, top_k=2, total_tokens=4), lookup=3)
+    batch = phases.Batch(engine, [engine.prepare([1, 2, 3], 8)])
+    assert batch.draft(batch.config.tree).tokens.shape == (1, 4)
+    times = phases.measure_phases(engine, engine.prepare([1, 2, 3], 8), num_calls=1)
+    assert set(times) == {"prefill", *phases.PARTS, "round"}
+
+
 # --------------------------------------------------------------------------------------------------
 # Rates of this device
 

@@ -128,3 +128,8 @@ def test_devices_copy_alike() -> None:
 def test_sampled_drafts_are_refused() -> None:
     with pytest.raises(UserError, match="lookup: want coupled or argmax drafting, got sampled"):
         draw_engine(TREE, drafting="sampled").with_tree(TREE, lookup=LOOKUP)
+
+
+def test_a_negative_number_is_refused() -> None:
+    with pytest.raises(UserError, match="lookup: want 0 or more copies, got -1"):
+        draw_engine(TREE).with_tree(TREE, lookup=-1)

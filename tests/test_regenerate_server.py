@@ -297,6 +297,7 @@ def test_an_interrupted_run_goes_on(chat, tmp_path, capsys, monkeypatch):
     [
         ("--draft d", "--draft: applies only to a local target; leave it or server out"),
         ("--tree-depth 3", "tree: applies only to a local target"),
+        ("--lookup 3", "--lookup: applies only to a local target"),
         ("--batch-size 4", "--batch-size: applies only to a local target"),
         ("--max-length 99", "--max-length: applies only to a local target"),
         ("--quantise int8", "--quantise: applies only to a local target"),

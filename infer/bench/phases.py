@@ -147,6 +147,8 @@ def measure_phases(
     levels = {f"draft/level{i}": tree for i, tree in enumerate(shallower(batch.config))}
     programs: dict[str, Callable[[], Any]] = {"prefill": batch.start}
     programs |= {name: partial(batch.draft, tree) for name, tree in levels.items()}
+    if not levels and batch.config.num_copied:
+        programs["draft"] = partial(batch.draft, batch.config.tree)  # copies alone
     programs |= {"verify": batch.verify, "accept": batch.accept, "commit": batch.commit}
     seconds = time_in_turn(programs | {"round": batch.round}, num_calls)
     medians = {name: 1000 * float(np.median(calls)) for name, calls in seconds.items()}

@@ -105,10 +105,12 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     drift: bool = False
 
     def __post_init__(self) -> None:
+        has_methods = bool(self.all_methods) or self.target == SMOLLM2
         for name in ("draft_vocabulary", "draft_window"):
-            is_set = getattr(self, name) is not None
-            if is_set and not (self.all_methods or self.target == SMOLLM2):
+            if getattr(self, name) is not None and not has_methods:
                 raise ValueError(f"{name} limits drafts; give drafts, too")
+        if self.lookup and not has_methods:
+            raise ValueError("lookup: the baseline copies nothing; give drafts or methods")
         if twice := self.drafts.keys() & self.methods.keys():
             raise ValueError(f"methods: {min(twice)} is a draft's name, too; choose another")
         for name in ("datasets", "temperatures", "seeds"):

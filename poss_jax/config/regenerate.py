@@ -113,8 +113,9 @@ class RegenerateConfig(AnswerConfig):
         if not (is_plain and address.hostname) or address.query or address.fragment:
             raise ValueError(f"server: want such as http://localhost:8000/v1, got {shorten(url)}")
         _ = address.port, address.hostname.encode("idna")  # raise ValueError
-        of_engine = ["draft", "drafting", "tree", "trees", "draft_vocabulary", "quantise", "mesh"]
-        of_engine += ["batch_size", "max_length", "allow_target_mismatch"]
+        of_engine = ["draft", "drafting", "lookup", "tree", "trees", "quantise", "mesh"]
+        of_engine += ["draft_vocabulary", "draft_window", "batch_size", "max_length"]
+        of_engine += ["allow_target_mismatch"]
         if name := self._first_given(*of_engine):
             raise ValueError(f"{name}: applies only to a local target; leave it or server out")
         if self.data.template is not None:

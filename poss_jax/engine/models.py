@@ -93,7 +93,7 @@ class Models:
           tree, max_length, drafting, lookup, mesh: as in `load`.
 
         Raises:
-          UserError: lookup with sampled drafts.
+          UserError: lookup below 0 or with sampled drafts.
         """
         check_lookup(lookup, drafting)
         self.record = record

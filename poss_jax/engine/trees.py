@@ -87,7 +87,9 @@ def choose_trees(chosen: TreeConfig | Trees | None, draft: Params | None = None)
 
 
 def check_lookup(lookup: int, drafting: Drafting) -> None:
-    """Refuses copies next to sampled drafts, whose test wants trees of one shape."""
+    """Refuses a negative number, and sampled drafts, whose test wants trees of one shape."""
+    if lookup < 0:
+        raise UserError(f"lookup: want 0 or more copies, got {lookup}")
     if lookup and drafting == "sampled":
         raise UserError("lookup: want coupled or argmax drafting, got sampled; leave one out")
 
