@@ -73,7 +73,7 @@ def compiled(name: str, **changes) -> Compiled:
     return compile_program(name, planned(**changes))
 
 
-@pytest.mark.parametrize("name", ["step", "round", "rounds"])
+@pytest.mark.parametrize("name", ["step", "round", pytest.param("rounds", marks=pytest.mark.slow)])
 def test_nothing_sorts_the_vocabulary(name):
     sorts = re.findall(r"= (.*) sort\(", compiled(name).text)
     assert not [shape for shape in sorts if f"{V}]" in shape]
