@@ -36,6 +36,7 @@ SIZES = {
     "pair": "",
     "make": "CHATS=27000 BATCH=512 JOBS=4",
     "answers": "max_new_tokens=128",
+    "copies": "--tasks 4",
 }
 """What the commands of a GPU or TPU take."""
 
@@ -52,6 +53,7 @@ TINY = {
     "VOCABULARY=512 ARGS='data.sequence_length=256 data.validation_fraction=0.5 num_epochs=1 "
     "batch_size=2 export_dtype=float32'",
     "answers": "max_new_tokens=8 num_prompts=2 temperatures=[0]",
+    "copies": "--tasks 1 --tokens 8",
 }
 """What a rehearsal on a CPU takes instead."""
 
@@ -90,6 +92,11 @@ def list_stages(sizes: Mapping[str, Any]) -> list[Stage]:
             150,
             '"$PY" -m infer.bench --config configs/smollm2/demo.yaml --target runs/smollm2/target '
             f'{" ".join(models)} --tree 3/1/4 {{answers}} "output=$OUT"',
+        ),
+        "lookup": (
+            120,
+            '"$PY" -m benchmarks.lookup --target runs/smollm2/target '
+            '--draft runs/smollm2/poss1/model --output "$OUT" {copies}',
         ),
         "server": (150, f"{server} autoregressive"),
         "fixed_tree": (120, f"{server} --fixed-tree --trees {{tree}}"),

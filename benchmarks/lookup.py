@@ -4,7 +4,8 @@ Answers the tasks of `lookup_tasks.py` with the default model, greedily and at t
 without drafts, with the bundled PosS-1, with PosS-1 and lookup, and with lookup alone, all with as
 many nodes as the tree tuned for PosS-1. Methods take turns on every task, and each answer is
 compared with the one without drafts. Prints a table, and as its last line one JSON object; --output
-keeps report.json and report.md. Times are of rounds alone; CPU time is of all threads.
+keeps report.json and report.md. Times are of rounds alone; CPU time is of all threads. --lookup is
+the most tokens a round copies, if the tree has as many nodes.
 
     python -m benchmarks.lookup --output docs/results/lookup
 """
@@ -54,18 +55,16 @@ class Timed(NamedTuple):
         return self.num_tokens / self.seconds
 
 
-def load_engines() -> dict[str, Engine]:
-    """The methods by name, the one without drafts first."""
-    alone = Engine.load(default_target())
-    drafted = alone.load_draft(default_drafts()[DRAFT])
-    tree = tree_for(drafted.trees, 1)
-    assert tree is not None, "want a tree for one request"
-    num_copied = tree.num_nodes - 1
+def load_engines(target: str | None, draft: str | None, num_copied: int) -> dict[str, Engine]:
+    """The methods by name, the one without drafts first; None takes the bundled models."""
+    alone = Engine.load(target or default_target())
+    drafted = alone.load_draft(draft or default_drafts()[DRAFT])
+    trees = drafted.trees
     return {
         ALONE: alone,
         DRAFT: drafted,
-        BOTH: drafted.with_tree(tree, lookup=num_copied),
-        "lookup": alone.with_tree(tree, lookup=num_copied),
+        BOTH: drafted.with_tree(trees, lookup=num_copied),
+        "lookup": alone.with_tree(trees, lookup=num_copied),
     }
 
 
@@ -154,9 +153,11 @@ def format_table(report: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
     parser = make_parser(__doc__)
-    add_numbers(parser, {"tasks": NUM_TASKS, "tokens": 128})
+    for name in ("target", "draft"):
+        parser.add_argument(f"--{name}", metavar="DIR", help="model folder (default: the bundled)")
+    add_numbers(parser, {"tasks": NUM_TASKS, "tokens": 128, "lookup": 8})
     args = parser.parse_args(arguments)
-    engines = load_engines()
+    engines = load_engines(args.target, args.draft, args.lookup)
     tasks = {kind: questions[: args.tasks] for kind, questions in make_tasks().items()}
     measured = measure(engines, tasks, args.tokens)
     groups = []
@@ -167,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tree = tree_for(engines[DRAFT].trees, 1)
     report = {
         "tree": tree and tree.name,
+        "lookup": args.lookup,
         "max_new_tokens": args.tokens,
         "groups": groups,
         "provenance": provenance(),

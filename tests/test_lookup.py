@@ -9,7 +9,15 @@ from oracle import Shape
 from test_speculate import LONGROPE
 
 from poss_jax.config.models import DraftConfig, TreeConfig
-from poss_jax.decode.lookup import LONGEST, SHORTEST, join_ids, look_up, merge, score
+from poss_jax.decode.lookup import (
+    LONGEST,
+    SHORTEST,
+    draft_unless_copied,
+    join_ids,
+    look_up,
+    merge,
+    score,
+)
 from poss_jax.decode.state import Output, Request
 from poss_jax.decode.tree import Candidates, expand, join_levels, next_beam, root_beam, select
 
@@ -178,6 +186,40 @@ def test_a_chain_alone_is_the_tree_and_none_leaves_the_root():
     assert tree.parents[1].tolist() == [0, 0, 1, 2] and tree.depths[1].tolist() == [0, 1, 2, 3]
     assert tree.tokens[1].tolist() == [9, *chain.tokens[1].tolist()]
     assert tree.is_copied[1].tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("runs", "is_done", "is_drafted"),
+    [
+        ([LONGEST, LONGEST], [False, False], False),
+        ([LONGEST, LONGEST - 1], [False, False], True),
+        ([LONGEST, LONGEST - 1], [False, True], False),
+        ([LONGEST, 0], [False, False], True),
+    ],
+)
+def test_the_longest_runs_need_no_draft(runs, is_done, is_drafted):
+    config = TreeConfig(depth=2, top_k=2, total_tokens=6)
+    drawn = draw_candidates(np.random.default_rng(0), config, 5)
+    drafted = jax.tree.map(lambda leaf: leaf[:2], drawn)
+    scores = score(jnp.asarray(runs, jnp.int32), 3)
+    scores = jnp.where(jnp.asarray(runs)[:, None] >= SHORTEST, scores, -jnp.inf)
+    tokens, parents = jnp.full((2, 3), 7), jnp.broadcast_to(jnp.arange(3)[None] - 1, (2, 3))
+    chain = Candidates(tokens, scores, parents, num_copied=3)
+
+    @jax.jit
+    def grow(chain, is_done):
+        candidates = draft_unless_copied(lambda: drafted, chain, is_done)
+        merged = merge(candidates, chain, depth=config.depth)
+        return candidates, select(jnp.full(2, 9), merged, config)
+
+    candidates, tree = grow(chain, jnp.asarray(is_done))
+    if is_drafted:
+        np.testing.assert_array_equal(candidates.scores, drafted.scores)
+    else:  # the chain, and nodes that no path has
+        assert np.isneginf(candidates.scores).all()
+        assert sorted(tree.depths[0].tolist()) == [0, 0, 0, 1, 2, 3]
+        path = tree.tokens[0][tree.depths[0] > 0]
+        assert path.tolist() == [7, 7, 7]
 
 
 # --------------------------------------------------------------------------------------------------

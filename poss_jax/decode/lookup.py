@@ -10,15 +10,23 @@ counts as likely as runs of its length were continued, so it takes the nodes of 
 and no others. The target verifies copies like drafts.
 """
 
+import math
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from poss_jax.decode.state import Output, Request
 from poss_jax.decode.tree import Candidates
 from poss_jax.model.cache import write_rows
+from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int, UInt
 
 SHORTEST, LONGEST = 2, 8
 """Least length of a run, and the length from which runs count alike."""
+
+_LONG = math.log(1 - 1 / (LONGEST - 0.5))  # only the longest runs' first copies score more
 
 
 def copy_chain(
@@ -92,6 +100,23 @@ def score(run: Int[Array, " B"], size: int) -> Float[Array, "B N"]:
     evidence = run[:, None].astype(jnp.float32) - 1
     copies = jnp.arange(1, size + 1, dtype=jnp.float32)[None]
     return jnp.log(evidence / (evidence + copies))
+
+
+def draft_unless_copied(
+    draft: Callable[[], Candidates], chain: Candidates, is_done: Bool[Array, " B"]
+) -> Candidates:
+    """Drafts, or gives candidates of score -inf if all sequences copy one of the longest runs.
+
+    Next to such copies hardly any draft would be kept, and fewer accepted.
+    """
+    is_copied = chain.scores[:, 0] > _LONG
+
+    def nothing() -> Candidates:
+        shapes = jax.eval_shape(draft)
+        none = jax.tree.map(lambda leaf: jnp.full(leaf.shape, -1, leaf.dtype), shapes)
+        return none.replace(scores=jnp.full_like(none.scores, -jnp.inf))
+
+    return lax.cond(highest_of_groups(~(is_copied | is_done).all()), draft, nothing)
 
 
 def merge(drafted: Candidates, chain: Candidates, *, depth: int) -> Candidates:

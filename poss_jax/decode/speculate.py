@@ -15,7 +15,7 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
-from poss_jax.decode.lookup import copy_chain, merge
+from poss_jax.decode.lookup import copy_chain, draft_unless_copied, merge
 from poss_jax.decode.sampling import History, draw, draw_noise, forbid, shift_logits, unpack
 from poss_jax.decode.state import (
     DecodeState,
@@ -174,17 +174,31 @@ def finish_round(
 
 
 def round_noise(
-    config: StaticShape, request: Request, state: DecodeState
+    config: StaticShape, request: Request, state: DecodeState, *, is_guided: bool = False
 ) -> Float[Array, "B positions V"] | None:
-    """Noise of every position a round can choose a token for; None decodes greedily."""
+    """Noise of every position a round can choose a token for; None decodes greedily.
+
+    Without a grammar (`is_guided`) only copies are deeper than the draft's tree, so that noise is 0
+    there in rounds that copy nothing.
+    """
     if request.sampling is None:
         return None
-    return draw_noise(
-        request.sampling,
-        state.target_cache.length + 1,
-        num_positions=config.max_accepted + 1,
-        vocab_size=config.target.vocab_size,
+    num_positions = config.max_accepted + 1
+    depth = config.tree.depth if config.is_drafting else 0
+    num_first = num_positions if is_guided else min(depth + 1, num_positions)
+    draw_from = partial(draw_noise, request.sampling, vocab_size=config.target.vocab_size)
+    position = state.target_cache.length + 1
+    noise = draw_from(position, num_positions=num_first)
+    if num_first == num_positions:
+        return noise
+    num_deeper = num_positions - num_first
+    has_copies = copy_chain(request, state.output, config.num_copied).scores[:, 0] > -jnp.inf
+    deeper = lax.cond(
+        highest_of_groups(has_copies.any()),
+        lambda: draw_from(position + num_first, num_positions=num_deeper),
+        lambda: jnp.zeros((len(noise), num_deeper, noise.shape[2]), noise.dtype),
     )
+    return jnp.concatenate([noise, deeper], axis=1)
 
 
 def draft_tree(
@@ -203,15 +217,16 @@ def draft_tree(
         return rejection.draw_tree(
             weights, config, state, request.sampling, history, _allow(weights, config, allowed)
         )
-    candidates = None
-    if config.is_drafting:
-        candidates = draft_candidates(weights, config, request, state, noise, allowed)
+    draft = partial(draft_candidates, weights, config, request, state, noise, allowed)
     if config.num_copied:
         with jax.named_scope("lookup"):
             chain = copy_chain(request, state.output, config.num_copied, allowed)
-            depth = config.tree.depth
-            candidates = merge(candidates, chain, depth=depth) if candidates else chain
-    assert candidates is not None, "want a draft or lookup"
+        candidates = chain
+        if config.is_drafting:
+            drafted = draft_unless_copied(draft, chain, state.output.is_done)
+            candidates = merge(drafted, chain, depth=config.tree.depth)
+    else:
+        candidates = draft()
     with jax.named_scope("select"):
         return select(state.root, candidates, config.tree)
 

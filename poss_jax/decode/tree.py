@@ -127,8 +127,9 @@ def select(root: Int[Array, " B"], candidates: Candidates, config: TreeConfig) -
 
     Args:
       root: the last chosen token.
-      candidates: all drafted nodes, of at most `config.depth` levels, and copies. Copies alone are
-        all kept; those of score -inf become their own parents, so that no path has them.
+      candidates: all drafted nodes, of at most `config.depth` levels, and copies. If there are
+        copies, kept nodes of score -inf become their own parents, so that no path has them. Copies
+        alone are all kept.
       config: number to keep; `config.num_nodes` counts the root.
     """
     batch, num_candidates = candidates.tokens.shape
@@ -144,9 +145,9 @@ def select(root: Int[Array, " B"], candidates: Candidates, config: TreeConfig) -
     node_of = node_of.at[rows, kept].set(nodes)
     parents = node_of[rows, jnp.take_along_axis(candidates.parents, kept, axis=1)]
     tokens = jnp.take_along_axis(candidates.tokens, kept, axis=1)
-    if not num_drafted:
+    if num_copied:
         has_path = jnp.take_along_axis(candidates.scores, kept, axis=1) > -jnp.inf
-        parents = jnp.where(has_path, parents, nodes)
+        tokens, parents = jnp.where(has_path, tokens, 0), jnp.where(has_path, parents, nodes)
     return make_tree(
         jnp.concatenate([root[:, None], tokens], axis=1),
         jnp.pad(parents, ((0, 0), (1, 0))),

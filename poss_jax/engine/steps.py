@@ -310,7 +310,7 @@ def _draft(
     allowed: UInt[Array, "B words"],
 ) -> tuple[DecodeState, Drafted]:
     state = end_others(config, state, is_active)
-    noise = speculate.round_noise(config, request, state)
+    noise = speculate.round_noise(config, request, state, is_guided=True)
     tree = speculate.draft_tree(weights, config, request, state, noise, allowed)
     return state, (tree, noise)
 
