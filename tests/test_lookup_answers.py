@@ -5,12 +5,19 @@ from typing import Any
 
 import pytest
 from models import certain_pair, make_engine, tiny_llama
+from programs import Runs
 from test_grammar import E3, POSS, TREE, draw_engine, make_slots, prepare_all
 from test_mesh import EIGHT, random_engine
 from test_mesh import POSS as POSS_ON_MESH
 
+from infer.generate_run import Screen
 from poss_jax import Engine, Generation, SamplingConfig, Scheduler, UserError
+from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.models import DraftConfig
+from poss_jax.engine.answers import Chunk
+from poss_jax.engine.text import Piece
+from poss_jax.program.options import load_engine
+from poss_jax.program.running import BRACKETS, BRACKETS_OF_COPIES
 
 LOOKUP = 6
 
@@ -133,3 +140,22 @@ def test_sampled_drafts_are_refused() -> None:
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(UserError, match="lookup: want 0 or more copies, got -1"):
         draw_engine(TREE).with_tree(TREE, lookup=-1)
+
+
+def test_the_screen_marks_copies_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = [Piece("a", 1), Piece("b", -2), Piece("c", -3), Piece("d", 0)]
+    Screen(shows_drafts=True, shows_copies=True).show(Chunk(pieces, [5] * 4, [1, -2, -3, 0]))
+    (a, b), (c, d) = BRACKETS, BRACKETS_OF_COPIES
+    shown = capsys.readouterr()
+    assert shown.out == f"{a}a{b}{c}bc{d}d"
+    assert shown.err == (
+        f"accepted drafts look {a}like this{b}, copies from prompt and answer {c}like this{d}\n"
+    )
+
+
+def test_no_tree_and_lookup_leave_out_the_draft(runs: Runs) -> None:
+    config = GenerateConfig(
+        target=runs.model("target"), draft=runs.model("poss2"), trees="none", lookup=5, question="?"
+    )
+    engine = load_engine(config)
+    assert (engine.draft_config, engine.max_accepted) == (None, 5)

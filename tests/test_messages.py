@@ -43,7 +43,7 @@ class Tokenising(Engine):
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.max_length, self.stop_ids = tokenizer, 1000, [2]
         self.target_config: Any = SimpleNamespace(vocab_size=10_000)
-        self.fingerprint, self.draft_config = "", None
+        self.fingerprint, self.draft_config, self.lookup = "", None, 0
         self.recommended = SamplingConfig()
 
 

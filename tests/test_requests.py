@@ -49,6 +49,14 @@ def ids_of_transformers(messages: Any, **settings: Any) -> list[int]:
     return engine().tokenizer.apply_chat_template(messages, **settings)["input_ids"]
 
 
+def test_copies_may_be_left_out_and_are_refused_where_there_are_none() -> None:
+    jobs = [chat(OPEN, lookup=choice) for choice in (None, False)]
+    assert [job.prompts[0].lookup for job in jobs] == [True, False]
+    with pytest.raises(ApiError, match="lookup: copies want an engine or server with") as caught:
+        chat(OPEN, lookup=True)
+    assert (caught.value.status, caught.value.param) == (400, "lookup")
+
+
 @pytest.mark.parametrize(
     ("fields", "settings"),
     [

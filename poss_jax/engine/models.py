@@ -116,6 +116,8 @@ class Models:
     @property
     def max_accepted(self) -> int:
         """Most drafted or copied tokens that a round can accept; 0 without a draft and lookup."""
+        if self.draft_config is None and not self.lookup:
+            return 0
         configs = (self.config_with(tree, 2, self.max_length) for tree in self.trees.values())
         return max(config.max_accepted for config in configs)
 
