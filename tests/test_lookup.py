@@ -235,6 +235,11 @@ DRAFTS = {
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("family", DRAFTS)
 def test_copies_change_no_token(family, is_sampled):
+    check_tokens(family, is_sampled=is_sampled)
+
+
+def check_tokens(family: str, *, is_sampled: bool) -> None:
+    """Compares texts, many of them copied more deeply than they are drafted, with the target's."""
     tree = TreeConfig(depth=2, top_k=3, total_tokens=9)
     shape = Shape(LLAMA, DRAFTS[family], tree, 3, is_sampled=is_sampled, lookup=5)
     shape.check_pairs(10)

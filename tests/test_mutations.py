@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from golden import METHODS, load_golden
 from test_golden import check_rounds
-from test_lookup import check_look_up
+from test_lookup import check_look_up, check_tokens
 from test_speculate import SHAPES, check_shape
 
 from poss_jax.decode import drafting, lookup, speculate
@@ -74,3 +74,15 @@ def test_a_mistake_in_lookup_is_noticed(mistake):
     exec(source.replace(right, wrong), scope)
     with pytest.raises(AssertionError):
         check_look_up(jax.jit(scope["look_up"], static_argnums=2))
+
+
+@pytest.mark.slow
+def test_copies_below_the_draft_without_noise_are_noticed(monkeypatch):
+    original = speculate.round_noise
+
+    def shallow(config, request, state):
+        return original(config, request, state).at[:, config.tree.depth + 1 :].set(0)
+
+    monkeypatch.setattr(speculate, "round_noise", shallow)
+    with pytest.raises(AssertionError):
+        check_tokens("poss", is_sampled=True)
