@@ -36,7 +36,7 @@ SIZES = {
     "pair": "",
     "make": "CHATS=27000 BATCH=512 JOBS=4",
     "answers": "max_new_tokens=128",
-    "copies": "--tasks 4",
+    "copies": "--tasks 4 --tokens 128",
 }
 """What the commands of a GPU or TPU take."""
 

@@ -1,9 +1,9 @@
 """Copies of prompt and answer in the draft tree: tokens per round and per second, by kind of task.
 
 Answers the tasks of `lookup_tasks.py` with the default model, greedily and at temperature 1:
-without drafts, with the bundled PosS-1, with PosS-1 and lookup, and with lookup alone, all with as
-many nodes as the tree tuned for PosS-1. Methods take turns on every task, and each answer is
-compared with the one without drafts. Prints a table, and as its last line one JSON object; --output
+with the bundled PosS-1, with PosS-1 and lookup, and with lookup alone, all with as many nodes as
+the tree tuned for PosS-1. Methods take turns on every task, and each answer is compared with the
+one without drafts, which is decoded in a batch. Prints a table, and as its last line one JSON object; --output
 keeps report.json and report.md. Times are of rounds alone; CPU time is of all threads. --lookup is
 the most tokens a round copies, if the tree has as many nodes.
 
@@ -13,8 +13,7 @@ the most tokens a round copies, if the tree has as many nodes.
 import time
 from collections.abc import Mapping, Sequence
 from itertools import product
-from math import exp, log
-from statistics import mean
+from statistics import geometric_mean, mean
 from typing import Any, NamedTuple
 
 from benchmarks.lookup_tasks import NUM_TASKS, make_tasks
@@ -24,8 +23,8 @@ from poss_jax.bundled.default import default_drafts, default_target
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.data.progress import progress_bar
+from poss_jax.decode.state import StaticShape
 from poss_jax.engine.answers import Generation
-from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.trees import tree_for
@@ -33,7 +32,7 @@ from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 
 DRAFT = "PosS-1"
-ALONE, BOTH = "no draft", f"{DRAFT} + lookup"
+BOTH, LOOKUP = f"{DRAFT} + lookup", "lookup"
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -56,21 +55,19 @@ class Timed(NamedTuple):
 
 
 def load_engines(target: str | None, draft: str | None, num_copied: int) -> dict[str, Engine]:
-    """The methods by name, the one without drafts first; None takes the bundled models."""
+    """The methods by name; None takes the bundled models."""
     alone = Engine.load(target or default_target())
     drafted = alone.load_draft(draft or default_drafts()[DRAFT])
     trees = drafted.trees
     return {
-        ALONE: alone,
         DRAFT: drafted,
         BOTH: drafted.with_tree(trees, lookup=num_copied),
-        "lookup": alone.with_tree(trees, lookup=num_copied),
+        LOOKUP: alone.with_tree(trees, lookup=num_copied),
     }
 
 
-def answer(engine: Engine, question: str, sampling: SamplingConfig, max_tokens: int) -> Timed:
-    """Answers a question, and times the rounds after the first token."""
-    prompt = prepare(engine, question, sampling, max_tokens)
+def answer(engine: Engine, prompt: PreparedPrompt) -> Timed:
+    """Answers a prompt, and times the rounds after the first token."""
     final, clocks = None, list[tuple[float, float]]()
     for chunk in engine.decode_rounds(prompt):
         final = chunk.answer
@@ -80,59 +77,53 @@ def answer(engine: Engine, question: str, sampling: SamplingConfig, max_tokens: 
     return Timed(final, seconds, cpu_seconds)
 
 
-def prepare(
-    engine: Engine, question: str, sampling: SamplingConfig, max_tokens: int
-) -> PreparedPrompt:
-    """Prepares a question."""
-    return engine.prepare([{"role": "user", "content": question}], max_tokens, sampling)
-
-
 def measure(
-    engines: Mapping[str, Engine], tasks: Mapping[str, Sequence[str]], max_tokens: int
-) -> list[tuple[str, float, dict[str, Timed]]]:
-    """Answers of all methods: kind of task, temperature, and answers by method."""
-    work = [
-        (kind, temperature, seed, question)
-        for (kind, questions), temperature in product(tasks.items(), TEMPERATURES)
+    engines: Mapping[str, Engine], questions: Sequence[str], temperature: float, max_tokens: int
+) -> dict[str, dict[str, float]]:
+    """Answers questions, each by one method after the other; sums up the methods by name."""
+    alone = engines[LOOKUP].with_tree(engines[LOOKUP].trees, lookup=0)
+    prompts = [
+        alone.prepare(
+            [{"role": "user", "content": question}],
+            max_tokens,
+            SamplingConfig(temperature=temperature, seed=seed),
+        )
         for seed, question in enumerate(questions)
     ]
-    compiled, measured, names = set[object](), [], list(engines)
-    for index, (kind, temperature, seed, question) in enumerate(progress_bar(work)):
-        sampling = SamplingConfig(temperature=temperature, seed=seed)
+    names, timed, compiled = list(engines), list[dict[str, Timed]](), set[StaticShape]()
+    for index, prompt in enumerate(prompts):
         answers = {}
         for name in names[index % len(names) :] + names[: index % len(names)]:
-            engine = engines[name]
-            prompt = prepare(engine, question, sampling, max_tokens)
-            program = name, FixedBatch(engine, [prompt]).config, temperature > 0
-            if program not in compiled:
-                compiled.add(program)
-                answer(engine, question, sampling, max_tokens)
-            answers[name] = answer(engine, question, sampling, max_tokens)
-        measured.append((kind, temperature, answers))
-    return measured
+            config, _ = engines[name].request([prompt])
+            if config not in compiled:
+                answer(engines[name], prompt)
+                compiled.add(config)
+            answers[name] = answer(engines[name], prompt)
+        timed.append(answers)
+    expected = alone.decode(prompts, batch_size=len(prompts))
+    return {name: summarise(timed, expected, name) for name in names}
 
 
-def summarise(answers: Sequence[Mapping[str, Timed]], name: str) -> dict[str, float]:
+def summarise(
+    answers: Sequence[Mapping[str, Timed]], expected: Sequence[Generation], name: str
+) -> dict[str, float]:
     """Sums up one method's answers to some tasks.
 
     `speed_up` is the mean ratio of its tokens per second to the draft's, task by task.
     """
-    timed_answers = [task[name] for task in answers]
-    rounds = [count for timed in timed_answers for count in timed.answer.accepted_per_round]
-    copied = sum(sum(timed.answer.copied_per_round) for timed in timed_answers)
-    pairs = [(task[name], task[DRAFT]) for task in answers if task[name].num_tokens]
-    equal = [task[name].answer.output_ids == task[ALONE].answer.output_ids for task in answers]
+    timed = [task[name] for task in answers]
+    rounds = [count for task in timed for count in task.answer.accepted_per_round]
+    ratios = [task[name].rate / task[DRAFT].rate for task in answers if task[name].num_tokens]
+    num_tokens = sum(task.num_tokens for task in timed)
+    pairs = zip(timed, expected, strict=True)
     return {
-        "answers": len(timed_answers),
-        "equal": sum(equal),
+        "answers": len(timed),
+        "equal": sum(task.answer.output_ids == alone.output_ids for task, alone in pairs),
         "acceptance_length": 1 + mean(rounds),
-        "copied_per_round": copied / len(rounds),
-        "tokens_per_second": sum(timed.num_tokens for timed in timed_answers)
-        / sum(timed.seconds for timed in timed_answers),
-        "speed_up": exp(mean(log(ours.rate / drafted.rate) for ours, drafted in pairs)),
-        "cpu_milliseconds_per_token": 1000
-        * sum(timed.cpu_seconds for timed in timed_answers)
-        / sum(timed.num_tokens for timed in timed_answers),
+        "copied_per_round": sum(sum(t.answer.copied_per_round) for t in timed) / len(rounds),
+        "tokens_per_second": num_tokens / sum(task.seconds for task in timed),
+        "speed_up": geometric_mean(ratios),
+        "cpu_milliseconds_per_token": 1000 * sum(task.cpu_seconds for task in timed) / num_tokens,
     }
 
 
@@ -155,16 +146,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     for name in ("target", "draft"):
         parser.add_argument(f"--{name}", metavar="DIR", help="model folder (default: the bundled)")
-    add_numbers(parser, {"tasks": NUM_TASKS, "tokens": 128, "lookup": 8})
+    add_numbers(parser, {"tasks": NUM_TASKS, "tokens": 64, "lookup": 8})
     args = parser.parse_args(arguments)
     engines = load_engines(args.target, args.draft, args.lookup)
     tasks = {kind: questions[: args.tasks] for kind, questions in make_tasks().items()}
-    measured = measure(engines, tasks, args.tokens)
     groups = []
-    for kind, temperature in product(tasks, TEMPERATURES):
-        answers = [task for *key, task in measured if key == [kind, temperature]]
-        methods = {name: summarise(answers, name) for name in engines}
+    for kind, temperature in progress_bar(list(product(tasks, TEMPERATURES))):
+        methods = measure(engines, tasks[kind], temperature, args.tokens)
         groups.append({"kind": kind, "temperature": temperature, "methods": methods})
+        print(format_table({"groups": groups[-1:]}), flush=True)
     tree = tree_for(engines[DRAFT].trees, 1)
     report = {
         "tree": tree and tree.name,
