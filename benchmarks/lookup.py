@@ -3,9 +3,9 @@
 Answers the tasks of `lookup_tasks.py` with the default model, greedily and at temperature 1:
 with the bundled PosS-1, with PosS-1 and lookup, and with lookup alone, all with as many nodes as
 the tree tuned for PosS-1. Methods take turns on every task, and each answer is compared with the
-one without drafts, which is decoded in a batch. Prints a table, and as its last line one JSON object; --output
-keeps report.json and report.md. Times are of rounds alone; CPU time is of all threads. --lookup is
-the most tokens a round copies, if the tree has as many nodes.
+one without drafts, which is decoded in a batch. Prints a table, and as its last line one JSON
+object; --output keeps report.json and report.md. Times are of rounds alone; CPU time is of all
+threads. --lookup is the most tokens that a round copies, if the tree has as many nodes.
 
     python -m benchmarks.lookup --output docs/results/lookup
 """
