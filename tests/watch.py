@@ -69,6 +69,8 @@ def tree_faults(tree: Tree, candidates: Candidates, depth: int) -> dict[str, Arr
     """Faults of a tree and the list it was selected from, [B] bool each."""
     M = tree.tokens.shape[1]
     node = jnp.arange(M)[None]
+    is_loose = (tree.parents == node) & (candidates.num_copied > 0)  # no path has it
+    is_below = (node > 0) & ~is_loose
     is_above = jnp.take_along_axis(tree.depths, tree.parents, axis=1)
     same_parent = tree.parents[:, :, None] == tree.parents[:, None, :]
     same_token = tree.tokens[:, :, None] == tree.tokens[:, None, :]
@@ -77,11 +79,11 @@ def tree_faults(tree: Tree, candidates: Candidates, depth: int) -> dict[str, Arr
     kept = _paths(tree.tokens[:, 1:], tree.parents[:, 1:] - 1, depth, root=-1)
     is_drafted = (kept[:, :, None] == drafted[:, None, :]).any(axis=2)
     return {
-        "a parent does not come before its child": ((tree.parents >= node) & (node > 0)).any(1),
-        "a depth is not the parent's plus one": ((tree.depths != is_above + 1) & (node > 0)).any(1),
+        "a parent does not come before its child": ((tree.parents >= node) & is_below).any(1),
+        "a depth is not the parent's plus one": ((tree.depths != is_above + 1) & is_below).any(1),
         "a node is too deep": (tree.depths > depth).any(axis=1),
         "siblings carry one token": (same_parent & same_token & is_other[None]).any(axis=(1, 2)),
-        "a path was not drafted": ~is_drafted.all(axis=1),
+        "a path was not drafted": ~(is_drafted | is_loose[:, 1:]).all(axis=1),
     }
 
 
