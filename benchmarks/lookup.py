@@ -146,10 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     for name in ("target", "draft"):
         parser.add_argument(f"--{name}", metavar="DIR", help="model folder (default: the bundled)")
+    parser.add_argument("--kinds", nargs="+", choices=(kinds := [*make_tasks()]), default=kinds)
     add_numbers(parser, {"tasks": NUM_TASKS, "tokens": 64, "lookup": 8})
     args = parser.parse_args(arguments)
     engines = load_engines(args.target, args.draft, args.lookup)
-    tasks = {kind: questions[: args.tasks] for kind, questions in make_tasks().items()}
+    tasks = {kind: make_tasks()[kind][: args.tasks] for kind in args.kinds}
     groups = []
     for kind, temperature in progress_bar(list(product(tasks, TEMPERATURES))):
         methods = measure(engines, tasks[kind], temperature, args.tokens)
