@@ -94,7 +94,8 @@ def measure(
     for index, prompt in enumerate(prompts):
         answers = {}
         for name in names[index % len(names) :] + names[: index % len(names)]:
-            config, _ = engines[name].request([prompt])
+            length = len(prompt.ids) + prompt.max_new_tokens
+            config = engines[name].decode_config(length)
             if config not in compiled:
                 answer(engines[name], prompt)
                 compiled.add(config)
