@@ -32,8 +32,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.data.progress import progress_bar
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import print_summary, waiting
-from poss_jax.program.processes import start_processes
-from poss_jax.program.running import run_program
+from poss_jax.program.running import run_program, start_processes
 
 if TYPE_CHECKING:
     from poss_jax.engine.slots import Slots

@@ -20,7 +20,7 @@ Where things live, each folder importing from those above it:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from poss_jax.config.version import __version__
+from poss_jax.config import __version__
 
 if TYPE_CHECKING:
     from poss_jax.bundled.default import default_drafts, default_target

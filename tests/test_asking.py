@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
 from poss_jax.data.conversations import Chat, Tokens
-from poss_jax.data.encoding import encode_documents
+from poss_jax.data.rows import encode_documents
 from poss_jax.data.templates import ChatTemplate
 from poss_jax.data.tokenizer import CHAT_TEMPLATE
 from poss_jax.engine.prompts import encode_prompt

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
 from poss_jax.data.conversations import Chat, Rendered, Tokens, detect_format, read_document
-from poss_jax.data.encoding import encode_documents
 from poss_jax.data.records import Broken
+from poss_jax.data.rows import encode_documents
 from poss_jax.data.templates import BUILT_IN, ChatTemplate
 from poss_jax.data.tokenizer import CHAT_TEMPLATE
 from poss_jax.engine.prompts import encode_prompt

@@ -10,8 +10,8 @@ from convert_sources import draft_tensors, target_tensors, write_source
 from programs import refusal
 
 from infer.generate import main as generate
-from poss_jax.bundled import conversion
-from poss_jax.bundled.conversion import find_model
+from poss_jax.bundled import default
+from poss_jax.bundled.default import find_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.reading import UserError
@@ -34,7 +34,7 @@ def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[st
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(conversion, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(default, "subprocess", SimpleNamespace(run=run))
     return commands
 
 

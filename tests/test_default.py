@@ -18,7 +18,7 @@ from benchmarks.aot.config import AheadConfig
 from infer.bench import compare
 from infer.bench.measure import with_default_models
 from infer.generate import main as generate
-from poss_jax.bundled import conversion, default
+from poss_jax.bundled import default
 from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.bench import BenchConfig, MethodConfig
@@ -61,7 +61,7 @@ def converted(environment: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr("poss_jax.convert.plan.plan_target", plan)
-    monkeypatch.setattr(conversion, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(default, "subprocess", SimpleNamespace(run=run))
     return sources
 
 

@@ -29,7 +29,7 @@ from poss_jax.learn.task import DraftTask
 from poss_jax.model.parameters import place_tree
 from poss_jax.model.sharding import make_mesh
 from poss_jax.model.target import stack_layers
-from poss_jax.program.processes import expects_processes, start_processes
+from poss_jax.program.running import expects_processes, start_processes
 from train import devices
 from train.devices import broadcast_from_first, make_on, make_step_on, put_batch, stack_on
 from train.main import main

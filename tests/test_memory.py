@@ -17,10 +17,9 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.task import DraftTask
 from poss_jax.model.sharding import bytes_per_device, make_mesh
-from poss_jax.program.ahead import tpu_slice
 from train.devices import make_on
 from train.main import main
-from train.memory import check_memory, compile_memory, plan_draft_step
+from train.memory import check_memory, compile_memory, plan_draft_step, tpu_slice
 
 LLAMA = tiny_llama(vocab_size=64)
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3)

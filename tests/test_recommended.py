@@ -13,7 +13,7 @@ from infer.chat_session import Chat
 from infer.generate import main as generate_main
 from poss_jax import Engine, SamplingConfig
 from poss_jax.bundled import default
-from poss_jax.checkpoint.generation import read_recommended
+from poss_jax.bundled.default import recommended_sampling
 from poss_jax.checkpoint.record import FORMAT_VERSION
 from poss_jax.config.decoding import ChatConfig, GenerateConfig, SamplingOptions, ServeConfig
 from poss_jax.config.regenerate import RegenerateConfig
@@ -58,7 +58,7 @@ def test_recommendation_is_the_generation_config(
 ) -> None:
     if values is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(values))
-    assert read_recommended(tmp_path) == SamplingConfig(**expected)
+    assert recommended_sampling(tmp_path) == SamplingConfig(**expected)
 
 
 @pytest.mark.parametrize("values", [{"temperature": "hot"}, {"do_sample": True, "top_p": 2}])

@@ -17,8 +17,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import print_summary, waiting
-from poss_jax.program.processes import start_processes
-from poss_jax.program.running import run_program
+from poss_jax.program.running import run_program, start_processes
 
 _ACTIONS = {
     "--dry-run": {"action": "store_true", "help": "Show what would be trained, and write nothing."},

@@ -4,16 +4,18 @@ The persistent arrays are counted, the temporary ones planned by the compiler; n
 Also plans for absent devices: a TPU slice is compiled for ahead of time, with libtpu alone.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from poss_jax.config.models import LlamaConfig
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, one_line
 from poss_jax.config.training import TrainConfig
 from poss_jax.engine.device import device_memory
 from poss_jax.learn.pretraining import make_target_step
@@ -26,7 +28,6 @@ from poss_jax.model.parameters import shapes_on
 from poss_jax.model.sharding import bytes_per_device, place_batch, replicate
 from poss_jax.model.specialists import split_embedding
 from poss_jax.model.target import init_target, stack_layers, without_tied_head
-from poss_jax.program.ahead import planned_memory
 
 from .devices import OnMesh, make_step_on
 
@@ -182,3 +183,42 @@ def _hidden_bytes(llama: LlamaConfig, config: TrainConfig, dtype: Any, mesh: Mes
     parts = mesh.shape["data"] * mesh.shape["fsdp"] * config.step.accumulation_steps
     rows = config.batch_size * config.data.sequence_length // parts
     return rows * llama.hidden_size * jnp.dtype(dtype).itemsize
+
+
+def tpu_slice(name: str) -> list[Any]:
+    """Devices of a TPU slice such as `v5p:2x2x1`.
+
+    Raises:
+      UserError: no such slice, or no compiler for it.
+    """
+    if jax.default_backend() != "tpu":  # without a TPU libtpu would look for one
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    try:
+        bounds = _host_bounds(name)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds)
+        return list(topology.devices)
+    except Exception as error:  # libtpu is missing, or refuses the name
+        raise UserError(
+            f"cannot compile for {name}: {one_line(error)}; want a TPU slice "
+            "such as v5p:2x2x1, and libtpu installed (pip install libtpu)"
+        ) from error
+
+
+def _host_bounds(name: str) -> dict[str, Any]:
+    """States that a one-chip host has one chip, which not every libtpu assumes."""
+    sizes = name.partition(":")[2].split("x")
+    return {"chips_per_host_bounds": (1, 1, 1)} if set(sizes) == {"1"} else {}
+
+
+def planned_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes per device of a compiled program, as planned by the compiler."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "every compiler of XLA plans memory"
+    kept = memory.argument_size_in_bytes
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "arguments": kept,
+        "donated": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "total": kept + new + memory.temp_size_in_bytes,
+    }

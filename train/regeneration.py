@@ -15,8 +15,8 @@ from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import as_path, is_uri, local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.regenerate import RegenerateConfig
-from poss_jax.data.files import matching_files
 from poss_jax.data.progress import progress_bar
+from poss_jax.data.records import matching_files
 from poss_jax.data.templates import ChatTemplate
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.dialogue import answer_all

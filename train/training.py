@@ -17,13 +17,12 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
 from poss_jax.model.sharding import check_batch_size, check_processes, make_mesh
-from poss_jax.program.ahead import tpu_slice
 
 from .claims import check_output, claim_together, hold_together
 from .devices import is_first_process, make_on
 from .draft_stage import DraftStage
 from .loop import Stage, run_steps
-from .memory import check_memory, describe_devices
+from .memory import check_memory, describe_devices, tpu_slice
 from .preparation import check_held_out, describe_data, describe_sample
 from .run_folder import RunFolder, holds_model
 from .run_log import check_loggers

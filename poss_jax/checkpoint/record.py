@@ -17,13 +17,13 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.checkpoint.sums import hash_values
+from poss_jax.config import __version__
 from poss_jax.config.json_reading import check_own_file, check_own_tree, read_json
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.numbers import CountOrZero
 from poss_jax.config.paths import AnyPath, as_path, local_files
 from poss_jax.config.processor import int8_products
 from poss_jax.config.reading import UserError, build_config
-from poss_jax.config.version import __version__
 from poss_jax.model.parameters import item_shapes
 from poss_jax.shapes import Params
 

@@ -9,6 +9,7 @@ bench.py         comparisons of drafts
 numbers.py       bounded types of numbers
 reading.py       YAML files, `base:`, dotted overrides, keys and their help, messages
 json_reading.py  JSON from outside
-version.py       version of the package
 paths.py         paths that users write: local ones, and URIs of object stores
 """
+
+__version__ = "0.2.0"

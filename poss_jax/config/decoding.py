@@ -42,7 +42,7 @@ SMOLLM2 = "smollm2"
 class SamplingOptions:
     """Sampling settings that a user may leave to the model, with the names of `transformers`.
 
-    Null takes what the model's authors recommend (`checkpoint/generation.py`). Meaning and order
+    Null takes what the model's authors recommend (`bundled/default.py`). Meaning and order
     are `transformers`' too; frequency and presence penalties work as in the OpenAI API.
 
     Attributes:

@@ -17,10 +17,10 @@ from poss_jax.checkpoint.items import describe_item, load_item
 from poss_jax.checkpoint.record import ModelRecord, read_record
 from poss_jax.checkpoint.sums import write_sums
 from poss_jax.checkpoint.whole import whole_folder
+from poss_jax.config import __version__
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
-from poss_jax.config.version import __version__
 from poss_jax.convert.layouts import LAYOUTS, Layout, Outgoing, target_config_json
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, Slot, slots_by_key, split_rows
 from poss_jax.convert.reading import DType, Row

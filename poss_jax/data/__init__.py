@@ -2,15 +2,13 @@
 
 Everything here is deterministic: the same source gives the same split, tokenizer and rows.
 
-files.py          files found and read
-records.py        records of a data set, one after the other
+records.py        files found and read; records of a data set, one after the other
 conversations.py  records of every format -> texts, chats, tokens
 sources.py        counts of used and dropped records; training and held-out documents
 rendering.py      chats rendered by a template
 templates.py      chat templates, and which characters of a chat are trained
 tokenizer.py      the embedded tokenizer; loading any
-encoding.py       documents -> tokens and loss masks
 features.py       rows with features, read on demand; features kept on disk
-rows.py           sequences laid into rows; the batch of a step
+rows.py           documents -> tokens and loss masks -> rows; the batch of a step
 prepared.py       the rows of a run, kept in its folder
 """

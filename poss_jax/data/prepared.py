@@ -15,9 +15,8 @@ from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict, one_line
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
-from poss_jax.data.encoding import encode_documents
 from poss_jax.data.records import Broken
-from poss_jax.data.rows import Rows, make_rows
+from poss_jax.data.rows import Rows, encode_documents, make_rows
 from poss_jax.data.sources import Documents, Tally, load_documents
 from poss_jax.data.templates import ChatTemplate, fit_chat
 from poss_jax.data.tokenizer import special_pattern

@@ -13,7 +13,7 @@ from typing import Any
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError, build_config, shorten
-from poss_jax.data.files import json_lines
+from poss_jax.data.records import json_lines
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import (

@@ -3,8 +3,7 @@
 import logging
 from dataclasses import replace
 
-from poss_jax.bundled.conversion import find_model
-from poss_jax.bundled.default import default_drafts, with_bundled
+from poss_jax.bundled.default import default_drafts, find_model, with_bundled
 from poss_jax.config.decoding import SMOLLM2, AnswerConfig, SamplingConfig, SamplingOptions
 from poss_jax.config.paths import as_path
 from poss_jax.engine.engine import Engine

@@ -23,8 +23,8 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from poss_jax.config import __version__
 from poss_jax.config.decoding import ServeConfig
-from poss_jax.config.version import __version__
 from poss_jax.engine.device import device_memory
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
