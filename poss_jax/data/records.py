@@ -72,8 +72,12 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
         yield from ((name, _read_module(path)) for name, path in _list_modules(root))
     elif config.packages is not None:
         yield from _read_packages(config.packages, config.held_out)
-    elif source.endswith(_SUFFIXES) or matching_files(source):
-        for path in existing_files(source):
+    elif (paths := matching_files(source)) or source.endswith(_SUFFIXES):
+        if not paths:
+            raise UserError(
+                f"data.source {source!r}: no such file; give a path or a glob that matches"
+            )
+        for path in paths:
             yield from _read_text(path) if path.suffix == ".txt" else _read_json(path)
     elif any((as_path(source) / name).is_file() for name in _SAVED):
         yield from _read_saved(config)
@@ -210,16 +214,6 @@ def matching_files(pattern: str) -> list[AnyPath]:
     path = as_path(pattern)
     names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
     return [Path(name) for name in names if Path(name).is_file()]
-
-
-def existing_files(pattern: str) -> list[AnyPath]:
-    """As `matching_files`, but raises UserError if there are none."""
-    paths = matching_files(pattern)
-    if not paths:
-        raise UserError(
-            f"data.source {pattern!r}: no such file; give a path or a glob that matches"
-        )
-    return paths
 
 
 def _matching_objects(pattern: str) -> list[AnyPath]:
