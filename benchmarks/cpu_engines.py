@@ -37,8 +37,8 @@ from poss_jax.bundled.default import default_drafts, default_target, find_gguf
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
+from poss_jax.program.output import format_rows
 from poss_jax.program.running import run_program
-from poss_jax.program.tables import format_rows
 
 DRAFT = "PosS-1"
 BASELINE = "llama.cpp"

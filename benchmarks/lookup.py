@@ -28,8 +28,8 @@ from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.trees import tree_for
+from poss_jax.program.output import format_rows
 from poss_jax.program.running import run_program
-from poss_jax.program.tables import format_rows
 
 DRAFT = "PosS-1"
 BOTH, LOOKUP = f"{DRAFT} + lookup", "lookup"

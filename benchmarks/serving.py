@@ -45,8 +45,8 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.arguments import at_least
+from poss_jax.program.output import format_rows
 from poss_jax.program.running import run_program
-from poss_jax.program.tables import format_rows
 
 PROMPTS = ("def read_lines(path):\n", "class Node:\n    def __init__", "import os\n", "for i in ")
 SHARED = "".join(f"def add_{n}(value):\n    return value + {n}\n\n\n" for n in range(10))

@@ -24,8 +24,8 @@ from poss_jax.data.progress import progress_bar
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Grammar
+from poss_jax.program.output import format_rows
 from poss_jax.program.running import run_program
-from poss_jax.program.tables import format_rows
 
 DRAFT = "PosS-1"
 _QUESTION = "Write an example of JSON that matches this schema, and nothing else: "

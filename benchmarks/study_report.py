@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.bench.statistics import format_estimate
-from poss_jax.program.tables import format_rows
+from poss_jax.program.output import format_rows
 
 DEPTHS = {"pos": "positionwise_acceptance", "cosine": "feature_cosine"}
 """Numbers of a variant that are lists by depth, by the head of their columns."""

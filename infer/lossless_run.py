@@ -32,8 +32,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.steps import on_mesh
 from poss_jax.engine.trees import default_tree, tree_for
-from poss_jax.program.output import print_summary
-from poss_jax.program.tables import show_rows
+from poss_jax.program.output import print_summary, show_rows
 
 from .bench.measure import Decoder, load_decoders, time_answer
 from .bench.questions import first_prompts, read_questions

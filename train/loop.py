@@ -14,7 +14,7 @@ from poss_jax.data.rows import Rows, batch_at, rows_at
 from poss_jax.learn.state import TrainState
 from poss_jax.learn.validation import Predictions
 from poss_jax.model.documents import TrainBatch
-from poss_jax.program.tables import format_rows
+from poss_jax.program.output import format_rows
 
 from .devices import preemption_notice, put_batch
 from .draft_stage import DraftStage

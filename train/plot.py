@@ -17,9 +17,8 @@ from typing import Any
 from poss_jax.config.paths import as_path, local_path, read_text, real_path
 from poss_jax.config.reading import UserError, parse_yaml
 from poss_jax.program.arguments import describe
-from poss_jax.program.output import add_json, print_summary
+from poss_jax.program.output import add_json, print_summary, show_rows
 from poss_jax.program.running import Parser, run_program
-from poss_jax.program.tables import show_rows
 
 _BY_DEPTH = {
     "validation_loss": "loss",

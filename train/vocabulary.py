@@ -24,8 +24,7 @@ from poss_jax.data.prepared import make_prepared
 from poss_jax.data.rows import Rows
 from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
-from poss_jax.program.output import check_new_file
-from poss_jax.program.tables import show_rows
+from poss_jax.program.output import check_new_file, show_rows
 
 _SMALLEST_SHOWN = 16
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.program.tables import align, fold, format_rows
+from poss_jax.program.output import align, fold, format_rows
 
 from .statistics import format_estimate
 

@@ -13,8 +13,14 @@ from poss_jax.checkpoint.whole import refuse_non_empty, sole_writer, write_file
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.paths import local_path
 from poss_jax.config.reading import config_to_dict, cut
-from poss_jax.program.output import check_writable, print_summary, wants_json
-from poss_jax.program.tables import align, fold, format_rows
+from poss_jax.program.output import (
+    align,
+    check_writable,
+    fold,
+    format_rows,
+    print_summary,
+    wants_json,
+)
 
 from .costs import FEW_TOKENS
 from .phases import PARTS

@@ -10,8 +10,7 @@ line is everything as one JSON object. The rates of the device are kept for othe
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from poss_jax.program.output import print_summary, waiting
-from poss_jax.program.tables import show_rows
+from poss_jax.program.output import print_summary, show_rows, waiting
 
 from .settings import read_settings
 

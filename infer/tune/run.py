@@ -16,8 +16,7 @@ from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.trees import default_tree, tuned_file, vocabulary_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
-from poss_jax.program.output import check_writable, print_summary, wants_json
-from poss_jax.program.tables import show_rows
+from poss_jax.program.output import check_writable, print_summary, show_rows, wants_json
 
 from ..bench.measure import digest_vocabulary, load_decoders, time_answer
 from ..bench.questions import first_prompts, read_questions

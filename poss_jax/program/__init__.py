@@ -5,6 +5,5 @@ completion.py scripts that complete `poss` in a shell
 commands.py   the commands of `poss`, and what programs are called
 arguments.py  command lines: a config's keys as options
 options.py    loading the engine of a config
-output.py     results for people or programs; what takes a while; checks of outputs
-tables.py     Markdown tables
+output.py     results for people or programs; tables; what takes a while; checks of outputs
 """

@@ -1,11 +1,12 @@
-"""Writes results, for people on a terminal and as JSON elsewhere, and says what takes a while."""
+"""Results and tables, for people on a terminal and for programs elsewhere; what takes a while."""
 
 import gc
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -19,6 +20,7 @@ T = TypeVar("T")
 _LONGEST_FIELD = 100
 # Controls but newline and tab, and what reorders the letters around it.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_TERMINAL = 80  # columns
 
 
 def add_json(parser: Any) -> None:
@@ -129,3 +131,54 @@ def check_new_file(path: Path) -> None:
     if path.exists():
         raise UserError(f"output {path} exists; name another file or remove it")
     check_writable(path)
+
+
+def format_rows(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Formats a Markdown table; returns its lines."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
+
+
+def fold(title: str, lines: Sequence[str]) -> list[str]:
+    """Folds lines of Markdown away under a title."""
+    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>"]
+
+
+def show_rows(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Formats a table for standard output: columns on a terminal, Markdown elsewhere."""
+    return format_rows(head, rows) if wants_json() else align(head, rows)
+
+
+def align(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Lays cells out in columns, the first to the left and the others to the right.
+
+    Empty columns are left out. If lines are wider than a terminal, heads take several lines.
+    """
+    table = [[str(cell) for cell in row] for row in (head, *rows)]
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    lines = _join_columns(columns)
+    if max(map(len, lines)) <= _TERMINAL:
+        return lines
+    widths = [max(map(len, cells)) for _, *cells in columns]
+    heads = [
+        textwrap.wrap(name, width, break_long_words=False)
+        for (name, *_), width in zip(columns, widths, strict=True)
+    ]
+    height = max(map(len, heads))
+    return _join_columns(
+        [
+            [*[""] * (height - len(head)), *head, *cells]
+            for head, (_, *cells) in zip(heads, columns, strict=True)
+        ]
+    )
+
+
+def _join_columns(columns: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, cells)) for cells in columns]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
