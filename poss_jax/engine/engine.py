@@ -162,9 +162,6 @@ class Engine(Models):
     # ----------------------------------------------------------------------------------------------
     # Decoding prepared prompts
 
-    # ----------------------------------------------------------------------------------------------
-    # Decoding prepared prompts
-
     def decode(
         self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1, stop: Sequence[str] = ()
     ) -> list[Generation]:
