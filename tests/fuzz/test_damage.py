@@ -7,15 +7,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from convert_sources import target_tensors, write_shards, write_source
-from flax.traverse_util import flatten_dict
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import random_target, tiny_llama
 from test_features import SHAPE, features_of, open_small, written
@@ -26,7 +24,6 @@ from poss_jax.checkpoint.folder import load_target, verify_model, write_model
 from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.checkpoint.sums import write_sums
 from poss_jax.config.reading import UserError
-from poss_jax.convert.plan import plan_target
 from poss_jax.model.parameters import split_items
 from train.run_folder import RunFolder
 
@@ -191,70 +188,3 @@ def test_answers(damage: Damage) -> None:
 
     with redirect_stderr(io.StringIO()), damaged(make_answers, damage) as folder:
         refused(go_on)
-
-
-def make_source(folder: Path, *, with_sums: bool = False) -> None:
-    """A target in two shards."""
-    tensors = target_tensors()
-    write_source(folder, tensors)
-    write_shards(folder, tensors, num_shards=2)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
-    if with_sums:
-        write_sums(folder, [path.name for path in folder.iterdir()])
-
-
-make_source_with_sums = partial(make_source, with_sums=True)
-
-
-def convert(folder: Path) -> tuple[object, object, dict[str, np.ndarray]]:
-    """Config, name and weights that a conversion would write."""
-    planned = plan_target(str(folder))
-    weights = {
-        "/".join((item, *path)): np.array(array)
-        for item, tree in planned.items
-        for path, array in flatten_dict(tree).items()
-    }
-    return planned.record.config, planned.record.target, weights
-
-
-@cache
-def intact_source() -> tuple[object, object, dict[str, np.ndarray]]:
-    return convert(made(make_source))
-
-
-def num_changed(folder: Path) -> tuple[bool, int]:
-    """Whether a source's config differs from the intact one's, and how many weights do."""
-    config, _, weights = convert(folder)
-    intact_config, _, intact = intact_source()
-    assert weights.keys() == intact.keys()
-    pairs = ((weights[key].view(np.uint32), intact[key].view(np.uint32)) for key in intact)
-    return config != intact_config, sum(int((got != want).sum()) for got, want in pairs)
-
-
-@settings(max_examples=60)
-@given(DAMAGES)
-def test_source_with_checksums(damage: Damage) -> None:
-    """Nothing that SHA256SUMS names changes unnoticed; an optional file may be missing."""
-
-    def compare() -> None:
-        is_other, num_weights = num_changed(folder)
-        assert num_weights == 0 and (not is_other or damage.kind == "remove")
-
-    with damaged(make_source_with_sums, damage) as folder:
-        if (folder / "SHA256SUMS").exists():
-            refused(compare)
-
-
-@settings(max_examples=60)
-@given(DAMAGES)
-def test_source_without_checksums(damage: Damage) -> None:
-    """Damage to a shard changes numbers within 8 bytes, to a config file the config alone."""
-
-    def compare() -> None:
-        is_other, num_weights = num_changed(folder)
-        assert num_weights <= (1 if damage.kind == "flip" else 3)
-        assert not (is_other and num_weights)
-        assert num_weights == 0 or damage.kind in ("flip", "overwrite")
-
-    with damaged(make_source, damage) as folder:
-        refused(compare)
