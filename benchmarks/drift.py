@@ -124,19 +124,15 @@ def advise_spans(drift: Sequence[float], weight: Sequence[float], num_spans: int
 
 def cost_of(drift: Numbers, weight: Numbers) -> Cost:
     """Cost of one span of these depths."""
-    variation = (np.asarray(weight, float) * _squares(drift, weight)).sum()
+    values, weights = np.asarray(drift, float), np.asarray(weight, float)
+    mean = (weights * values).sum() / max(weights.sum(), 1e-300)
+    variation = (weights * (values - mean) ** 2).sum()
     return round(variation / _UNIT), len(drift) ** 2, (-len(drift),)
 
 
 def add_costs(span: Cost, later: Cost) -> Cost:
     """Cost of a span and all spans after it."""
     return span[0] + later[0], span[1] + later[1], span[2] + later[2]
-
-
-def _squares(drift: Numbers, weight: Numbers) -> np.ndarray:
-    """Squared distances of depths from their mean."""
-    e, w = np.asarray(drift, float), np.asarray(weight, float)
-    return (e - (w * e).sum() / max(w.sum(), 1e-300)) ** 2
 
 
 if __name__ == "__main__":

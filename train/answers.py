@@ -173,7 +173,10 @@ class AnswerFiles:
         """Writes the lines of a window."""
         lines = list(lines)
         if self._to_start is not None:
-            self._start(self._to_start)
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            for path in (self.output, self.failed):
+                path.write_bytes(b"")
+            write_file(self._about, json.dumps(self._to_start, indent=2) + "\n")
             self._to_start = None
         for path, key in ((self.output, "messages"), (self.failed, "reason")):
             mine = [line for line in lines if ("reason" in line) == (key == "reason")]
@@ -183,12 +186,6 @@ class AnswerFiles:
                 os.fsync(file.fileno())
         self._count(lines)
         self.num_done += len(lines)
-
-    def _start(self, made_from: dict[str, Any]) -> None:
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        for path in (self.output, self.failed):
-            path.write_bytes(b"")
-        write_file(self._about, json.dumps(made_from, indent=2) + "\n")
 
     def _check(self, made_from: dict[str, Any]) -> None:
         try:

@@ -149,7 +149,9 @@ def _describe_placement(planned: PlannedStep) -> list[str]:
     trees = {name: tree for name, tree in planned.kept.items() if name != "optimizer"}
     for path, leaf in jax.tree.leaves_with_path(trees):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        cut = " ".join(_cut_by(axes) for axes in leaf.sharding.spec)
+        cut = " ".join(
+            axes if isinstance(axes, str) else "+".join(axes or "-") for axes in leaf.sharding.spec
+        )
         shape = " ".join(map(str, leaf.shape))
         lines.append(f"          {name:42} {shape:18} {cut:20} {_size(bytes_per_device(leaf))}")
     return lines
@@ -166,10 +168,6 @@ def _size(number: int) -> str:
         if number >= 1024**power:
             return f"{number / 1024**power:.2f} {unit}"
     return f"{number / 1024:.2f} KiB"
-
-
-def _cut_by(axes: Any) -> str:
-    return axes if isinstance(axes, str) else "+".join(axes or "-")
 
 
 def _abstract_batch(config: TrainConfig, mesh: Mesh) -> TrainBatch:
@@ -194,7 +192,8 @@ def tpu_slice(name: str) -> list[Any]:
     if jax.default_backend() != "tpu":  # without a TPU libtpu would look for one
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
-        bounds = _host_bounds(name)
+        is_chip = {*name.partition(":")[2].split("x")} == {"1"}  # not every libtpu expects that
+        bounds = {"chips_per_host_bounds": (1, 1, 1)} if is_chip else {}
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds)
         return list(topology.devices)
     except Exception as error:  # libtpu is missing, or refuses the name
@@ -202,12 +201,6 @@ def tpu_slice(name: str) -> list[Any]:
             f"cannot compile for {name}: {one_line(error)}; want a TPU slice "
             "such as v5p:2x2x1, and libtpu installed (pip install libtpu)"
         ) from error
-
-
-def _host_bounds(name: str) -> dict[str, Any]:
-    """States that a one-chip host has one chip, which not every libtpu assumes."""
-    sizes = name.partition(":")[2].split("x")
-    return {"chips_per_host_bounds": (1, 1, 1)} if set(sizes) == {"1"} else {}
 
 
 def planned_memory(compiled: jax.stages.Compiled) -> dict[str, int]:

@@ -267,7 +267,9 @@ def hold_refusals(answers: Lines) -> Lines:
     with closing(answers):
         for lines in answers:
             held += lines
-            failures = list(itertools.takewhile(lambda line: not _is_answer(line), held))
+            failures = list(
+                itertools.takewhile(lambda line: "messages" not in line or _is_refusal(line), held)
+            )
             refused = list(filter(_is_refusal, failures))
             if len(failures) < len(held) or len(refused) >= _REFUSALS:
                 break
@@ -281,10 +283,6 @@ def hold_refusals(answers: Lines) -> Lines:
         if held:
             yield held
         yield from answers
-
-
-def _is_answer(line: Line) -> bool:
-    return "messages" in line and not _is_refusal(line)
 
 
 def _is_refusal(line: Line) -> bool:

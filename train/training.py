@@ -56,14 +56,10 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
                 stopped_at = _train(config, folder, stage)
                 if stopped_at is not None:
                     return {"stopped_at": stopped_at, "steps": config.num_steps}
-            return _summarise(config, folder)
-
-
-def _summarise(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
-    step = folder.exported_step(config.export)
-    results = folder.logged_validation(step) if is_first_process() else {}
-    steps = folder.latest_step
-    return {"model": str(folder.model), "model_step": step, "steps": steps, **results}
+            step = folder.exported_step(config.export)
+            results = folder.logged_validation(step) if is_first_process() else {}
+            steps = folder.latest_step
+            return {"model": str(folder.model), "model_step": step, "steps": steps, **results}
 
 
 def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:

@@ -52,7 +52,9 @@ def write_item(folder: Path, name: str, item: Params, shapes: Params) -> str:
     # NumPy arrays keep this machine's devices out of the item's metadata.
     arrays = jax.tree.map(np.asarray, unpack(item))
     _check_item(f"item {name}", arrays, shapes)
-    _check_space(folder, arrays)
+    needed = sum(array.nbytes for array in jax.tree.leaves(arrays)) + _ITEM_OVERHEAD_BYTES
+    if shutil.disk_usage(folder).free < needed:  # before each of Orbax's threads fails
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
     args = ocp.args.PyTreeSave(arrays, save_args=save_args)
     path = folder / "weights" / name
@@ -63,13 +65,6 @@ def write_item(folder: Path, name: str, item: Params, shapes: Params) -> str:
     except Exception as error:
         raise failed_write(error) from error
     return hash_item(arrays)
-
-
-def _check_space(folder: Path, arrays: Params) -> None:
-    """Raises OSError if the disk has no room for an item, before Orbax's threads each do."""
-    needed = sum(array.nbytes for array in jax.tree.leaves(arrays)) + _ITEM_OVERHEAD_BYTES
-    if shutil.disk_usage(folder).free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def failed_write(error: Exception) -> OSError:

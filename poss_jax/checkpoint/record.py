@@ -200,8 +200,10 @@ def tokenizer_hashes(folder: AnyPath) -> tuple[str | None, str | None]:
 
 def provenance() -> dict[str, Any]:
     """Describes the running process: command, versions, git commit and device."""
+    # Models are shared, so the interpreter's and the script's folders stay out of them.
+    program = [Path(word).name if Path(word).is_absolute() else word for word in sys.orig_argv[:2]]
     return {
-        "command": _command(),
+        "command": [*program, *sys.orig_argv[2:]],
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("jax", "flax", "orbax-checkpoint")},
@@ -211,12 +213,6 @@ def provenance() -> dict[str, Any]:
         "device_kind": jax.devices()[0].device_kind,
         "int8_products": int8_products(),  # on a CPU
     }
-
-
-def _command() -> list[str]:
-    """The command line without folders of interpreter and script, since models are shared."""
-    program = [Path(word).name if Path(word).is_absolute() else word for word in sys.orig_argv[:2]]
-    return [*program, *sys.orig_argv[2:]]
 
 
 def read_record(folder: str | AnyPath, family: str = "target") -> ModelRecord:

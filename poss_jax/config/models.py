@@ -235,15 +235,12 @@ class DraftConfig:
             raise ValueError("target_size: a draft of another width than its target has_embedding")
         if self.has_embedding and self.family != "eagle3":
             raise ValueError("has_embedding: only drafts of the family eagle3 have one")
-        if self.mask_token is not None:
-            self._check_mask(self.mask_token)
+        if (token := self.mask_token) is not None:
+            if self.family != "eagle3" or self.num_specialists > 1:
+                raise ValueError("mask_token: only an eagle3 draft of one specialist has one")
+            if token >= (size := self.layer.vocab_size):
+                raise ValueError(f"mask_token: want one of {size} tokens, got {token}")
         check_specialists(self)
-
-    def _check_mask(self, token: int) -> None:
-        if self.family != "eagle3" or self.num_specialists > 1:
-            raise ValueError("mask_token: only an eagle3 draft of one specialist has one")
-        if token >= self.layer.vocab_size:
-            raise ValueError(f"mask_token: want one of {self.layer.vocab_size} tokens, got {token}")
 
     @property
     def feature_size(self) -> int:

@@ -59,7 +59,11 @@ class Key(NamedTuple):
 def list_keys(kind: Any, prefix: str = "") -> dict[str, Key]:
     """Lists the keys of a config dataclass by dotted name, sections before their keys."""
     keys: dict[str, Key] = {}
-    help_of = _attribute_lines(kind)
+    help_of: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
+        for name, text in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.M):
+            help_of[name] = " ".join(text.split())
     for name, field in kind.__pydantic_fields__.items():
         parts = (field.annotation, *getattr(field.annotation, "__args__", ()))
         sections = [hint for hint in parts if hasattr(hint, "__pydantic_fields__")]
@@ -261,16 +265,6 @@ def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
         case "dataclass_type":
             return where, f"{where}: want a mapping of keys, got {shorten(error['input'])}"
     return where, f"{where}: {error['msg']}, got {shorten(error['input'])}"
-
-
-def _attribute_lines(kind: Any) -> dict[str, str]:
-    """Reads `Attributes:` in the docstrings of a class and its bases."""
-    lines: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
-        for name, text in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.M):
-            lines[name] = " ".join(text.split())
-    return lines
 
 
 # --------------------------------------------------------------------------------------------------

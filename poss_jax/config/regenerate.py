@@ -20,15 +20,12 @@ from poss_jax.config.numbers import (
 )
 from poss_jax.config.reading import parse_yaml, shorten
 
-
-def _read_scalar(value: Any) -> Any:
-    """Parses an option's text like a config value, so that `false` is a boolean."""
-    return parse_yaml(value) if isinstance(value, str) else value
-
-
 _Int = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
 _Float = Annotated[float, Field(ge=-1e30, le=1e30)]
-Scalar = Annotated[bool | _Int | _Float | str, BeforeValidator(_read_scalar)]
+Scalar = Annotated[  # an option's text is parsed like a config value: `false` is a boolean
+    bool | _Int | _Float | str,
+    BeforeValidator(lambda value: parse_yaml(value) if isinstance(value, str) else value),
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -41,9 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = vars(_parser().parse_args(arguments))
     command, _ = options.pop("command"), options.pop("json")  # see `wants_json`
     named = ("model", "draft", "target", *(["source"] if command == "inspect" else []))
-    for name in named:
-        if options.get(name) is not None:
-            options[name] = _find_bundled(options[name])
+    if names := [name for name in named if options.get(name) is not None]:
+        with waiting("importing JAX ..."):
+            from poss_jax.bundled.default import find_bundled
+        options |= {name: find_bundled(options[name]) for name in names}
     if "output" in options:  # before anything large is read
         refuse_irreplaceable(options["output"])
     if command == "inspect":
@@ -52,12 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _export(**options)
     else:
         _convert(command, **options)
-
-
-def _find_bundled(name: Any) -> Any:
-    with waiting("importing JAX ..."):
-        from poss_jax.bundled.default import find_bundled
-    return find_bundled(name)
 
 
 # --------------------------------------------------------------------------------------------------

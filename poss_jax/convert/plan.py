@@ -1,6 +1,6 @@
 """A conversion that is checked and ready: the model to write, and the stream of its items."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -246,19 +246,14 @@ def _convert(
         for item, group in groupby(slots.items(), key=lambda pair: pair[1].item)
     )
     if record.quantised:
-        is_tied = record.llama.tie_embeddings
-        rows = _quantised_rows(rows, record.quantised, is_tied=is_tied)
-        items = quantise_items(items, record.quantised, dtype=cast, is_tied=is_tied)
+        kind, is_tied = record.quantised, record.llama.tie_embeddings
+        tied = [row._replace(path="head/weight") for row in rows if row.path == "embed/weight"]
+        rows = [
+            row._replace(dtype=kind) if is_quantisable(row.path) else row
+            for row in (*rows, *(tied if is_tied else ()))
+        ]
+        items = quantise_items(items, kind, dtype=cast, is_tied=is_tied)
     return Conversion(record, rows, items, tokenizer_from, reading.assumed)
-
-
-def _quantised_rows(rows: Sequence[Row], kind: Quantisation, *, is_tied: bool) -> list[Row]:
-    """Rows of a target that is quantised on the way."""
-    tied = (row._replace(path="head/weight") for row in rows if row.path == "embed/weight")
-    return [
-        row._replace(dtype=kind) if is_quantisable(row.path) else row
-        for row in (*rows, *(tied if is_tied else ()))
-    ]
 
 
 def _read(tensor: LazyTensor, key: str, cast: Any) -> np.ndarray:

@@ -164,7 +164,13 @@ class FeatureCache:
         Raises:
           UserError: it says something else by now.
         """
-        path, manifest = self.folder / _MANIFEST, self._manifest()
+        path = self.folder / _MANIFEST
+        manifest = {
+            "made_from": dict(self.made_from),
+            "shape": list(self.shape),
+            "dtype": _DTYPE.name,
+            "rows_per_shard": self.rows_per_shard,
+        }
         if not path.is_file():
             write_file(path, json.dumps(manifest, indent=2) + "\n")
         elif json.loads(path.read_text(encoding="utf-8")) != manifest:
@@ -242,14 +248,6 @@ class FeatureCache:
 
     def _path(self, shard: int) -> Path:
         return self.folder / f"{shard:06}.npy"
-
-    def _manifest(self) -> dict[str, Any]:
-        return {
-            "made_from": dict(self.made_from),
-            "shape": list(self.shape),
-            "dtype": _DTYPE.name,
-            "rows_per_shard": self.rows_per_shard,
-        }
 
 
 def open_cache(

@@ -131,7 +131,13 @@ def _read_json(path: AnyPath) -> Iterator[tuple[str, Record]]:
     with path.open("rb") as file:
         while (start := file.read(1)).isspace() or start in (b"\xef", b"\xbb", b"\xbf"):
             pass  # blanks and a byte-order mark
-    yield from _read_list(path) if start == b"[" else _read_lines(path)
+    if start == b"[":
+        yield from _read_list(path)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _parse_line(line)
 
 
 def _read_list(path: AnyPath) -> Iterator[tuple[str, Record]]:
@@ -146,13 +152,6 @@ def _read_list(path: AnyPath) -> Iterator[tuple[str, Record]]:
         except JsonError as error:
             record = Broken("bad JSON", str(error))
         yield f"{path}: item {number}", record
-
-
-def _read_lines(path: AnyPath) -> Iterator[tuple[str, Record]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path}:{number}", _parse_line(line)
 
 
 def _parse_line(line: bytes) -> Record:
