@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.whole import sole_writer
-from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import as_path, is_uri, local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.regenerate import RegenerateConfig
@@ -112,7 +111,11 @@ def _load_target(config: RegenerateConfig) -> Answerer:
     with waiting("loading the models ..."):
         engine = load_engine(config)
     check_bias(config.sampling, engine.target_config.vocab_size)
-    _set_template(engine, config.data)
+    if engine.tokenizer is None:
+        raise UserError("this target has no tokenizer to ask with; copy its files there")
+    template = ChatTemplate(engine.tokenizer, config.data.template)  # as training will use it
+    if template.text is not None:
+        engine.tokenizer.chat_template = template.text
     engine.check_stop(config.stop, config.max_new_tokens)
     window, writer = _BATCHES_PER_WINDOW * config.batch_size, find_writer(config, engine.tokenizer)
 
@@ -218,12 +221,3 @@ def _check_apart(source: str, output: Path) -> None:
             raise UserError(
                 f"source {source!r} reads {path}, which is written; name another output"
             )
-
-
-def _set_template(engine: Engine, source: DataConfig) -> None:
-    """Gives the engine the template that training will use for the answers."""
-    if engine.tokenizer is None:
-        raise UserError("this target has no tokenizer to ask with; copy its files there")
-    template = ChatTemplate(engine.tokenizer, source.template)
-    if template.text is not None:
-        engine.tokenizer.chat_template = template.text

@@ -33,20 +33,13 @@ def make_script(words: Sequence[str], programs: Mapping[str, Main]) -> str:
     root = argparse.ArgumentParser(prog="poss")
     commands = root.add_subparsers()
     for name, main in programs.items():
-        parser = _parser_of(main, COMMANDS[name].words)
-        summary = COMMANDS[name].summary
-        commands.add_parser(name, help=summary, parents=[parser], add_help=False)
+        command = COMMANDS[name]
+        try:
+            main([*command.words, PARSER_ONLY, "--help-all"])
+        except ParserOnly as stop:
+            commands.add_parser(name, help=command.summary, parents=[stop.parser], add_help=False)
     _complete_paths(root, shtab.FILE)
     return shtab.complete(root, words[0])
-
-
-def _parser_of(main: Main, words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of a program, with all options shown."""
-    try:
-        main([*words, PARSER_ONLY, "--help-all"])
-    except ParserOnly as stop:
-        return stop.parser
-    raise AssertionError(f"{main} reads no command line")
 
 
 def _complete_paths(parser: argparse.ArgumentParser, files: Any) -> None:
