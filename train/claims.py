@@ -3,11 +3,8 @@
 A folder that holds this run is continued. A new one appears once the run can start.
 """
 
-import glob
 import json
 import secrets
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +14,7 @@ import yaml
 from etils import epath
 
 from poss_jax.checkpoint.record import provenance
-from poss_jax.checkpoint.whole import sole_writer, write_file
+from poss_jax.checkpoint.whole import renamed, sole_writer, write_file
 from poss_jax.config.paths import (
     AnyPath,
     absolute,
@@ -104,34 +101,15 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[An
         yield path
         _write_config(path, config)
         return
-    with _renamed(path) if isinstance(path, Path) else _copied(path) as partial:
+    with ExitStack() as made:
+        new = renamed(path, overwrite=True) if isinstance(path, Path) else _copied(path)
+        try:
+            partial = made.enter_context(new)
+        except OSError as error:
+            raise UserError(f"output {path}: {error.strerror}; name another folder") from error
         yield partial
         (partial / "provenance.json").write_text(json.dumps(provenance(), indent=2) + "\n")
         _write_config(partial, config)
-
-
-@contextmanager
-def _renamed(path: Path) -> Iterator[Path]:
-    """Yields a temporary sibling that replaces a folder at the end.
-
-    The caller holds the run's lock, so siblings found here were left by killed processes.
-    """
-    path = path.resolve()  # replaces the link's target, not the link
-    prefix = f".{path.name}.partial-"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for abandoned in path.parent.glob(f"{glob.escape(prefix)}*"):
-            shutil.rmtree(abandoned, ignore_errors=True)
-        scratch = tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent)
-    except OSError as error:
-        raise UserError(f"output {path}: {error.strerror}; name another folder") from error
-    with scratch:
-        partial = Path(scratch.name) / path.name
-        partial.mkdir()
-        yield partial
-        if path.exists():
-            path.replace(Path(scratch.name) / "replaced")
-        partial.replace(path)
 
 
 @contextmanager

@@ -31,28 +31,13 @@ def whole_folder(folder: str | AnyPath) -> Iterator[Path]:
     """
     refuse_irreplaceable(folder)
     path = as_path(folder)
-    with _renamed(path) if isinstance(path, Path) else uploaded(path) as partial:
-        yield partial
-
-
-@contextmanager
-def _renamed(folder: Path) -> Iterator[Path]:
-    """Yields a temporary sibling, renamed at the end."""
-    folder = folder.resolve()
-    prefix = f".{folder.name}.partial-"
+    if not isinstance(path, Path):
+        with uploaded(path) as partial:
+            yield partial
+        return
     try:
-        with made_parents(folder):
-            _remove_abandoned(folder.parent, prefix)
-            with (
-                tempfile.TemporaryDirectory(
-                    prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
-                ) as temporary,
-                FileLock(Path(temporary) / _LOCK),
-            ):
-                partial = Path(temporary) / "model"
-                partial.mkdir()
-                yield partial
-                partial.replace(folder)
+        with renamed(path) as partial:
+            yield partial
     except OSError as error:
         if error.errno in (ENOTEMPTY, EEXIST):
             raise UserError(
@@ -61,6 +46,31 @@ def _renamed(folder: Path) -> Iterator[Path]:
         raise UserError(
             f"cannot write folder {folder}: {error}; nothing is kept, give a place that can hold it"
         ) from error
+
+
+@contextmanager
+def renamed(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yields a temporary sibling, renamed at the end; of a link, a sibling of where it leads.
+
+    Raises:
+      OSError: it cannot be made or renamed, such as to a folder with files without `overwrite`.
+    """
+    folder = folder.resolve()
+    prefix = f".{folder.name}.partial-"
+    with made_parents(folder):
+        _remove_abandoned(folder.parent, prefix)
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
+            ) as temporary,
+            FileLock(Path(temporary) / _LOCK),
+        ):
+            partial = Path(temporary) / "model"
+            partial.mkdir()
+            yield partial
+            if overwrite and folder.exists():
+                folder.replace(Path(temporary) / "replaced")
+            partial.replace(folder)
 
 
 @contextmanager
