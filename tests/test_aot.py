@@ -16,9 +16,8 @@ from programs import copy_model, refusal
 
 from benchmarks.aot.__main__ import main
 from benchmarks.aot.config import AheadConfig
-from benchmarks.aot.gpus import GPUS, describe_gpu
 from benchmarks.aot.programs import Compiled, Plan, compile_program, plan, state_shapes
-from benchmarks.aot.report import count_kernels, measure
+from benchmarks.aot.report import GPUS, count_kernels, describe_gpu, measure
 from benchmarks.python_models import python_model
 from infer.bench.costs import Device
 from poss_jax.config.models import MeshConfig, TreeConfig
