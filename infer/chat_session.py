@@ -227,7 +227,7 @@ def compare(drafted: Answered, plain: Answered, *, has_own_texts: bool = False) 
         f"{answer.tokens_per_second:.1f} tokens/s" if is_cut else f"{answer.seconds:.1f} s"
         for answer in (drafted, plain)
     )
-    speed = f"with the draft {ours}, without {theirs}: {ratio:.2f} x as fast"
+    speed = f"with drafts {ours}, without {theirs}: {ratio:.2f} x as fast"
     if has_own_texts:
         return f"{speed}; sampled drafts change the text"
     pairs = list(zip(drafted.whole.output_ids, plain.whole.output_ids, strict=False))

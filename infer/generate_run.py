@@ -120,6 +120,7 @@ def answer_line(
         "output_ids": answer.output_ids,
         "text": answer.text,
         "accepted_per_round": answer.accepted_per_round,
+        "copied_per_round": answer.copied_per_round,
         "mean_acceptance_length": answer.mean_acceptance_length,
         "stop_reason": answer.stop_reason,
         "sampling": config_to_dict(dialogue.sampling),

@@ -89,7 +89,7 @@ def test_a_line_says_how_fast_an_answer_was_and_compare_repeats_it(
     assert re.fullmatch(rf"{N} tokens in _ s, _ tokens/s, \d\.\d\d tokens per pass", line)
     *again, line, ratio = said(capsys, chat, "/compare")
     assert again == text and line.endswith(", 1.00 tokens per pass")
-    assert ratio == "with the draft _ s, without _ s: _ x as fast; the texts are equal"
+    assert ratio == "with drafts _ s, without _ s: _ x as fast; the texts are equal"
 
 
 def test_reset_and_system_begin_anew(
@@ -225,7 +225,7 @@ def answered(ids: list[int], *, seconds: float, is_stopped: bool = False) -> Ans
 )
 def test_comparison(ids: list[int], is_stopped: bool, line: str) -> None:
     drafted = answered(ids, seconds=1, is_stopped=is_stopped)
-    assert compare(drafted, answered([1, 2, 3, 4], seconds=2)) == f"with the draft {line}"
+    assert compare(drafted, answered([1, 2, 3, 4], seconds=2)) == f"with drafts {line}"
     free = compare(drafted, answered([5], seconds=2), has_own_texts=True)
     assert free.endswith("; sampled drafts change the text")
 

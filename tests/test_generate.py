@@ -28,8 +28,8 @@ RECORDS = [
 ]
 ORDER = [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (3, 0)]  # (record, turn) of the output's lines
 KEYS = (
-    "turn prompt_ids output_ids text accepted_per_round mean_acceptance_length stop_reason "
-    "sampling".split()
+    "turn prompt_ids output_ids text accepted_per_round copied_per_round mean_acceptance_length "
+    "stop_reason sampling".split()
 )
 # Short, so that all conversations share the shapes of one compiled program.
 CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }} {{ m.content }};{% endfor %}"
