@@ -252,7 +252,8 @@ def lay_out(
 
 def make_request(host: dict[str, Any]) -> Request:
     """Makes a request of what `lay_out` gives, within a program of the devices."""
-    return Request(**host | {"sampling": Sampling(**host["sampling"])})
+    fields: dict[str, Any] = host | {"sampling": Sampling(**host["sampling"])}
+    return Request(**fields)
 
 
 def _lay_out_sampling(settings: Sequence[SamplingConfig]) -> dict[str, np.ndarray]:

@@ -81,7 +81,7 @@ def read_rounds(rounds: PackedRounds) -> list[list[Round]]:
     """Brings a step to the host; a list of rounds per sequence."""
     numbers, logprobs = jax.device_get((rounds.numbers, rounds.logprobs and vars(rounds.logprobs)))
     columns = np.split(numbers, np.cumsum([3, *[rounds.num_rounds] * 3]), axis=1)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
+    rows: Any = zip(*(column.tolist() for column in columns), strict=True)
     return [list(_read_sequence(*row, logprobs, index)) for index, row in enumerate(rows)]
 
 
@@ -90,11 +90,11 @@ def read_output(output: Output) -> list[list[Round]]:
     fields = jax.device_get(vars(output.replace(logprobs=None)))
     names = ("num_tokens", "num_rounds", "is_done", "num_accepted", "num_offered", "num_copied")
     sequences = list[list[Round]]()
-    rows = zip(*(fields[name].tolist() for name in (*names, "tokens")), strict=True)
+    rows: Any = zip(*(fields[name].tolist() for name in (*names, "tokens")), strict=True)
     for num_tokens, num_rounds, is_done, *records, (first, *tokens) in rows:
         begun = Round([first], None, None, is_done=is_done and num_tokens == 1)
-        columns: Any = [num_tokens - 1, num_rounds, is_done], *records, tokens
-        sequences.append([begun, *_read_sequence(*columns, None, 0)])
+        counts = [num_tokens - 1, num_rounds, is_done]
+        sequences.append([begun, *_read_sequence(counts, *records, tokens, None, 0)])
     return sequences
 
 

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from fastapi import FastAPI, Request, Response
@@ -126,7 +126,8 @@ def create_app(
             lambda: make_slots(engine or load_engine(config), config)
         )
         scheduler = Scheduler(allocated, max_queue=config.max_queue)
-        app.state.service = service = Service(config, allocated.engine, scheduler)
+        answering = cast(Engine, allocated.engine)  # slots need its models alone
+        app.state.service = service = Service(config, answering, scheduler)
         warm_up = asyncio.create_task(_warm_up(service))
         try:
             yield
