@@ -82,7 +82,7 @@ def read_rounds(rounds: PackedRounds) -> list[list[Round]]:
     numbers, logprobs = jax.device_get((rounds.numbers, rounds.logprobs and vars(rounds.logprobs)))
     columns = np.split(numbers, np.cumsum([3, *[rounds.num_rounds] * 3]), axis=1)
     rows: Any = zip(*(column.tolist() for column in columns), strict=True)
-    return [list(_read_sequence(*row, logprobs, index)) for index, row in enumerate(rows)]
+    return [list(_read_sequence(*row, logprobs=logprobs, index=index)) for index, row in enumerate(rows)]
 
 
 def read_output(output: Output) -> list[list[Round]]:
@@ -93,8 +93,8 @@ def read_output(output: Output) -> list[list[Round]]:
     rows: Any = zip(*(fields[name].tolist() for name in (*names, "tokens")), strict=True)
     for num_tokens, num_rounds, is_done, *records, (first, *tokens) in rows:
         begun = Round([first], None, None, is_done=is_done and num_tokens == 1)
-        counts = [num_tokens - 1, num_rounds, is_done]
-        sequences.append([begun, *_read_sequence(counts, *records, tokens, None, 0)])
+        columns: Any = [num_tokens - 1, num_rounds, is_done], *records, tokens
+        sequences.append([begun, *_read_sequence(*columns)])
     return sequences
 
 
@@ -104,8 +104,9 @@ def _read_sequence(
     offered: list[int],
     copied: list[int],
     tokens: list[int],
-    logprobs: dict[str, np.ndarray] | None,
-    index: int,
+    *,
+    logprobs: dict[str, np.ndarray] | None = None,
+    index: int = 0,
 ) -> Iterator[Round]:
     """The rounds of a sequence; each has one token more than it accepted, unless it is the last."""
     num_tokens, num_rounds, is_done = counts
