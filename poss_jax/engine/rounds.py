@@ -82,7 +82,9 @@ def read_rounds(rounds: PackedRounds) -> list[list[Round]]:
     numbers, logprobs = jax.device_get((rounds.numbers, rounds.logprobs and vars(rounds.logprobs)))
     columns = np.split(numbers, np.cumsum([3, *[rounds.num_rounds] * 3]), axis=1)
     rows: Any = zip(*(column.tolist() for column in columns), strict=True)
-    return [list(_read_sequence(*row, logprobs=logprobs, index=index)) for index, row in enumerate(rows)]
+    return [
+        list(_read_sequence(*row, logprobs=logprobs, index=index)) for index, row in enumerate(rows)
+    ]
 
 
 def read_output(output: Output) -> list[list[Round]]:
