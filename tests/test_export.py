@@ -10,7 +10,7 @@ import pytest
 from convert_sources import convert_tiny, draft_tensors, draw, run, target_tensors, write_source
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
-from test_config_json import LLAMA, TARGETS
+from test_hf_config import LLAMA, TARGETS
 
 from poss_jax.checkpoint.folder import load_target, verify_model, write_model
 from poss_jax.checkpoint.items import load_item
