@@ -23,8 +23,8 @@ from convert_sources import (
 from flax.traverse_util import unflatten_dict
 from models import random_tokens, stacked, unstacked
 from oracle import greedy_request
-from test_hf_config import TARGETS
 from test_export import assert_same, assert_same_model, read_folder
+from test_hf_config import TARGETS
 
 from poss_jax.checkpoint.folder import load_target, write_model
 from poss_jax.checkpoint.record import new_record, read_record, target_identity
