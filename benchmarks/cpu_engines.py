@@ -266,7 +266,7 @@ def format_table(report: dict[str, Any]) -> str:
         (
             name,
             entry["weights"],
-            f"{entry['megabytes']:.0f} MB",
+            f"{entry['megabytes']:.0f} MB" if entry["megabytes"] >= 1 else "",
             f"{entry['tokens_per_second']:.1f}",
             f"{entry['to_llama_cpp']:.2f}" if entry["to_llama_cpp"] else "",
             f"{entry['to_autoregressive']:.2f}",
