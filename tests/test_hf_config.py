@@ -298,8 +298,7 @@ LLAMA = LlamaConfig(
     head_dim=4,
 )
 LONGROPE_OF_2048 = replace(LONGROPE_ROPE, factor=64.0)
-# What differs from LLAMA.
-TARGETS = {
+_CHANGES = {
     "llama": {},
     "tied": {"tie_embeddings": True, "eos_token_ids": (3,), "bos_token_id": 2},
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "eos_token_ids": (3, 5)},
@@ -320,11 +319,12 @@ TARGETS = {
     "qwen3": {"qk_norm": True, "head_dim": 6},
     "qwen3 with biases": {"qk_norm": True, "qkv_bias": True, "o_bias": True},
 }
+TARGETS = {name: replace(LLAMA, **changes) for name, changes in _CHANGES.items()}
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_config_json_reads_back(name):
-    config = replace(LLAMA, **TARGETS[name])
+    config = TARGETS[name]
     values = json.loads(json.dumps(target_config_json(config, "float32")))
     assert parse_llama_config(values, {}, origin="config.json") == config
 
