@@ -367,7 +367,7 @@ def test_longrope_as_phi3_reads_it():
 
 
 def test_rope_as_the_original_reads_it():
-    config = replace(LLAMA, **TARGETS["linear rope"])
+    config = TARGETS["linear rope"]
     values = target_config_json(config, "float32")
     assert values["rope_theta"] == 2e4
     assert (values["rope_scaling"]["type"], values["rope_scaling"]["factor"]) == ("linear", 2.0)
