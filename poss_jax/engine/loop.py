@@ -21,7 +21,6 @@ from poss_jax.engine.answers import Chunk, Generation, Round
 from poss_jax.engine.batch import FixedBatch, run_guided_round
 from poss_jax.engine.rounds import MOST_ROUNDS, Pace, PackedRounds, count_rounds, read_rounds
 from poss_jax.engine.streams import Stats, Ticket
-from poss_jax.engine.warm_up import WarmUp
 
 _SHRINK_AFTER = 16  # steps for which a batch stays larger than its requests need
 
@@ -35,7 +34,7 @@ class Loop:
     Attributes:
       slots: where requests are decoded: `Slots`, a `Leader` of them, or a `FixedBatch`.
       waiting: requests in the queue.
-      compilation: what is compiled; None: nothing was compiled beforehand.
+      compilation: what is compiled, a `WarmUp`; None: nothing was compiled beforehand.
       stats: counts since it was made.
     """
 
@@ -56,7 +55,7 @@ class Loop:
         """
         self.slots = slots
         self.waiting: deque[Ticket] = deque()
-        self.compilation: WarmUp | None = None
+        self.compilation: Any = None
         self.stats = Stats()
         self._lock = lock or nullcontext()
         self._active: list[Ticket | None] = [None] * slots.size
