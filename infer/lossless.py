@@ -3,7 +3,7 @@
 Covers every draft, greedy and sampled, with its own tree alone and a chain in batches; --thorough
 takes more temperatures, trees and batch sizes. Prints a table and, as the last line, a summary as
 JSON; the exit code is 1 if a difference is more than rounding. Run again after an interruption, it
-goes on.
+resumes.
 
     poss lossless
     poss lossless --thorough

@@ -2,7 +2,7 @@
 
 Predicts the speed of hundreds of trees and measures the best (see `search`). Prints a table and, as
 the last line, a summary as JSON. The trees are kept in the draft's folder, where every program that
-decodes with it on this kind of device finds them. Run again after an interruption, it goes on.
+decodes with it on this kind of device finds them. Run again after an interruption, it resumes.
 
     poss tune --target T --draft PosS-3=P --batch-sizes 1,4,16
 """

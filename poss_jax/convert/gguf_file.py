@@ -2,7 +2,7 @@
 
 The `gguf` package knows the types of tensors and dequantises them. We read the header ourselves:
 the package's reader makes an array of every value, which takes 2 s for 49,152 tokens and 280 bytes
-of memory for a byte of the file, and counts to whatever length a file of 100 bytes says.
+of memory per byte of the file, and counts to any length that a file of 100 bytes states.
 """
 
 import atexit

@@ -64,7 +64,7 @@ def look_up(
 ) -> tuple[Int[Array, "B N"], Int[Array, " B"]]:
     """Finds the longest earlier run that ends like each sequence, and what follows it.
 
-    At the end of the sequence the copy goes on with its own beginning, which continues a loop.
+    At the end of the sequence the copy continues with its own beginning, which continues a loop.
 
     Args:
       ids: the sequences; ids from `length` on are not part of them.

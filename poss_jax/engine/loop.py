@@ -124,7 +124,7 @@ class Loop:
         """Prefills parts of prompts, starts a step of rounds, and delivers the step before.
 
         Args:
-          admits: whether waiting requests may begin; a prefill under way goes on.
+          admits: whether waiting requests may begin; a prefill under way continues.
         """
         for _ in range(self._num_parts()):
             if not admits and self._prefilling is None:
@@ -335,7 +335,7 @@ def stream_batch(batch: FixedBatch, stop: Sequence[str] = ()) -> Iterator[Chunk]
 def _start(
     batch: FixedBatch, stop: Sequence[str], num_rounds: int | None
 ) -> tuple[Loop, list[Ticket]]:
-    """Starts the prompts of a batch in a loop of their own."""
+    """Starts the prompts of a batch in a new loop."""
     loop = Loop(batch, num_rounds=num_rounds)
     tickets = [Ticket(prompt, batch.models.live_answer(prompt, stop)) for prompt in batch.prompts]
     loop.start(tickets)

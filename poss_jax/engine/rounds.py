@@ -88,7 +88,7 @@ def read_rounds(rounds: PackedRounds) -> list[list[Round]]:
 
 
 def read_output(output: Output) -> list[list[Round]]:
-    """Brings all rounds of every sequence to the host; the first token is a round of its own."""
+    """Brings all rounds of every sequence to the host; the first token is a round by itself."""
     fields = jax.device_get(vars(output.replace(logprobs=None)))
     names = ("num_tokens", "num_rounds", "is_done", "num_accepted", "num_offered", "num_copied")
     sequences = list[list[Round]]()

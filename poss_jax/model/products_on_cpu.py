@@ -36,7 +36,7 @@ def multiply_integers(
     """Multiplies float32 rows by int8 values, with int32 sums.
 
     Args:
-      rows: converted to float32; the error is that of rounding each to `num_limbs` limbs.
+      rows: converted to float32; the error is from rounding each to `num_limbs` limbs.
       values: int8.
       num_limbs: int8 numbers per element of a row. Static.
     """
