@@ -1,17 +1,20 @@
 """Answers with copies: those of the target alone, with any draft or none, in any company."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from models import certain_pair, make_engine, tiny_llama
-from programs import Runs
+from programs import Runs, refusal
 from test_grammar import E3, POSS, TREE, draw_engine, make_slots, prepare_all
 from test_mesh import EIGHT, random_engine
 from test_mesh import POSS as POSS_ON_MESH
 
+from infer import chat, generate, lossless, serve
+from infer.bench import __main__ as bench
 from infer.generate_run import Screen
 from poss_jax import Engine, Generation, SamplingConfig, Scheduler, UserError
+from poss_jax.config.bench import BenchConfig, MethodConfig
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.models import DraftConfig
 from poss_jax.engine.answers import Chunk
@@ -20,6 +23,8 @@ from poss_jax.program.options import load_engine
 from poss_jax.program.running import BRACKETS, BRACKETS_OF_COPIES
 
 LOOKUP = 6
+
+Main = Callable[[list[str]], None]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,6 +140,20 @@ def test_devices_copy_alike() -> None:
 def test_sampled_drafts_are_refused() -> None:
     with pytest.raises(UserError, match="lookup: want coupled or argmax drafting, got sampled"):
         draw_engine(TREE, drafting="sampled").with_tree(TREE, lookup=LOOKUP)
+
+
+@pytest.mark.parametrize("main", [generate.main, chat.main, serve.main, bench.main, lossless.main])
+def test_programs_refuse_sampled_drafts_before_they_load_models(main: Main) -> None:
+    words = ["--target", "nowhere", "--lookup", "3", "--drafting", "sampled"]
+    words += ["--question", "?"] if main is generate.main else []
+    assert "lookup: want coupled or argmax drafting, got sampled" in refusal(main, *words)
+
+
+def test_a_method_with_sampled_drafts_is_refused() -> None:
+    method = MethodConfig(draft="d", drafting="sampled")
+    BenchConfig(target="t", methods={"m": method})
+    with pytest.raises(ValueError, match=r"methods\.m: lookup: want coupled or argmax drafting"):
+        BenchConfig(target="t", methods={"m": method}, lookup=3)
 
 
 def test_a_negative_number_is_refused() -> None:

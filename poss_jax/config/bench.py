@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.decoding import SMOLLM2, DecodingConfig
-from poss_jax.config.models import STRICT, Drafting, Quantisation, TreeConfig
+from poss_jax.config.models import NO_SAMPLED_COPIES, STRICT, Drafting, Quantisation, TreeConfig
 from poss_jax.config.numbers import Count, Depth, Lookup, Seed, Temperature
 
 
@@ -105,6 +105,11 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     drift: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, method in self.all_methods.items():
+            lookup = self.lookup if method.lookup is None else method.lookup
+            if lookup and (method.drafting or self.drafting) == "sampled":
+                raise ValueError(f"methods.{name}: {NO_SAMPLED_COPIES}")
         has_methods = bool(self.all_methods) or self.target == SMOLLM2
         for name in ("draft_vocabulary", "draft_window"):
             if getattr(self, name) is not None and not has_methods:

@@ -7,6 +7,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.models import (
+    NO_SAMPLED_COPIES,
     STRICT,
     Drafting,
     MeshConfig,
@@ -152,6 +153,10 @@ class DecodingConfig:
     quantise: Quantisation | None = None
     mesh: MeshConfig | None = None
 
+    def __post_init__(self) -> None:
+        if self.lookup and self.drafting == "sampled":
+            raise ValueError(NO_SAMPLED_COPIES)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AnswerConfig(DecodingConfig):
@@ -173,6 +178,7 @@ class AnswerConfig(DecodingConfig):
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.trees is not None and self.tree is not None:
             raise ValueError("trees: want it alone, got a tree, too; leave out one of them")
         has_draft = self.draft is not None or self.target == SMOLLM2

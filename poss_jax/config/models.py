@@ -29,6 +29,7 @@ _MOST_STOP_IDS = 64  # in files; decoders may allow fewer
 Divisors = tuple[Positive, ...]
 Quantisation = Literal["int8", "fp8"]
 Drafting = Literal["coupled", "argmax", "sampled"]
+NO_SAMPLED_COPIES = "lookup: want coupled or argmax drafting, got sampled; leave one out"
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 
 

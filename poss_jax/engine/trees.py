@@ -22,7 +22,13 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.whole import write_output
-from poss_jax.config.models import ACCELERATOR_TREE, CPU_TREE, Drafting, TreeConfig
+from poss_jax.config.models import (
+    ACCELERATOR_TREE,
+    CPU_TREE,
+    NO_SAMPLED_COPIES,
+    Drafting,
+    TreeConfig,
+)
 from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, build_config, read_yaml, shorten
@@ -91,7 +97,7 @@ def check_lookup(lookup: int, drafting: Drafting) -> None:
     if lookup < 0:
         raise UserError(f"lookup: want 0 or more copies, got {lookup}")
     if lookup and drafting == "sampled":
-        raise UserError("lookup: want coupled or argmax drafting, got sampled; leave one out")
+        raise UserError(NO_SAMPLED_COPIES)
 
 
 def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
