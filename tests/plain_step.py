@@ -58,11 +58,7 @@ def plain_gradients(
 
 
 def _predict(
-    draft: Params,
-    specialist: Params,
-    config: DraftConfig,
-    embedded: Array,
-    versions: list[Array],
+    draft: Params, specialist: Params, config: DraftConfig, embedded: Array, versions: list[Array]
 ) -> Array:
     family = family_of(config)
     layer = family.layer(config).bind({"params": specialist})

@@ -69,9 +69,7 @@ def test_the_path_of_a_text_is_ranked_among_the_candidates() -> None:
     assert ranked(7, 7) == [[none, none], [none, none]]
 
 
-def test_predicted_rounds_are_those_that_run(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predicted_rounds_are_those_that_run(runs, tmp_path, monkeypatch) -> None:
     """Also by a recording that an interrupted run kept."""
     monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(search, "_TOP_KS", {"cpu": (3,)})
@@ -167,9 +165,7 @@ def test_what_was_timed_is_compared_with_the_first_tree(monkeypatch: pytest.Monk
 # Files
 
 
-def test_tuned_trees_are_those_of_an_engine_without_a_tree(
-    runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tuned_trees_are_those_of_an_engine_without_a_tree(runs, tmp_path, caplog) -> None:
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     record, path = read_record(draft), tuned_file(draft)
     trees = {1: SMALL, 4: None}
@@ -186,12 +182,7 @@ def test_tuned_trees_are_those_of_an_engine_without_a_tree(
     assert engine.with_tree(CPU_TREE).load_draft(draft).trees == {1: CPU_TREE}
 
 
-def test_trees_tuned_for_others_are_left_alone(
-    runs: Runs,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trees_tuned_for_others_are_left_alone(runs, tmp_path, caplog, monkeypatch) -> None:
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     record, path = read_record(draft), tuned_file(draft)
     write_tuned(path, {1: SMALL}, read_record(runs.model("eagle")), header={}, comments={1: ""})
@@ -209,9 +200,7 @@ def test_trees_tuned_for_others_are_left_alone(
         find_tuned(draft, record)
 
 
-def test_trees_tuned_on_a_mesh_are_those_of_the_mesh_alone(
-    runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trees_tuned_on_a_mesh_are_those_of_the_mesh_alone(runs, tmp_path, caplog) -> None:
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     record, mesh = read_record(draft), decoding_mesh(MeshConfig(data=2, tensor=4))
     write_tuned(tuned_file(draft), {1: CPU_TREE}, record, header={}, comments={1: ""})
@@ -227,9 +216,7 @@ def test_trees_tuned_on_a_mesh_are_those_of_the_mesh_alone(
     assert "was tuned for another device ('cpu data=2 tensor=4', here cpu)" in caplog.text
 
 
-def test_a_file_that_cannot_be_written_is_left_as_it_was(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_is_left_as_it_was(runs, tmp_path, monkeypatch) -> None:
     path, record = tmp_path / "trees.yaml", read_record(runs.model("poss2"))
     write_tuned(path, {1: None}, record, header={}, comments={1: ""})
 
@@ -248,12 +235,7 @@ def test_a_file_that_cannot_be_written_is_left_as_it_was(
 
 
 @pytest.mark.slow
-def test_trees_are_tuned_and_used(
-    runs: Runs,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trees_are_tuned_and_used(runs, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(search, "_CALLS", 1)
     monkeypatch.setattr(search, "_TOP_KS", {"cpu": (1, 2)})
@@ -278,9 +260,7 @@ def test_trees_are_tuned_and_used(
 
 
 @pytest.mark.parametrize("wins", [True, False])
-def test_the_fastest_vocabulary_is_kept_beside_the_trees(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wins: bool
-) -> None:
+def test_the_fastest_vocabulary_is_kept_beside_the_trees(runs, tmp_path, monkeypatch, wins) -> None:
     def tune(tuning: Tuning, **settings: object) -> dict:
         is_small = len(tuning.engine.weights.draft["head"]["weight"]) == 3
         names.append(tuning.name)

@@ -45,9 +45,7 @@ def flags(runs: Runs, prompts: str) -> list[str]:
     return [*models, "--prompts", prompts, *sizes]
 
 
-def test_bench_by_flags(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_by_flags(flags, tmp_path, capsys) -> None:
     output = tmp_path / "new" / "report"
     main([*flags, *TREE, "--phases", "--output", str(output)])
     lines = capsys.readouterr().out.splitlines()
@@ -99,9 +97,7 @@ def test_the_example_is_what_a_stream_shows(runs: Runs) -> None:
     assert any(depth > 1 for _, depth in streamed)
 
 
-def test_roofline_is_measured_anew_and_shown(
-    flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_roofline_is_measured_anew_and_shown(flags, capsys, monkeypatch) -> None:
     roofline = Roofline(Device("abacus", 1e3, 1e3, 1e3), {"square": 1e3})
     monkeypatch.setattr(rates, "measure_roofline", lambda: roofline)
     main([*flags, *TREE, "--roofline"])
@@ -115,9 +111,7 @@ def test_roofline_is_measured_anew_and_shown(
 
 
 @pytest.mark.slow
-def test_sampled_outputs_are_equal_too(
-    flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampled_outputs_are_equal_too(flags, capsys, monkeypatch) -> None:
     made_up = made_up_report()
     steps = made_up["autoregressive_step_milliseconds"]
     monkeypatch.setattr(compare, "measure_card", lambda *_: made_up["methods"]["draft"])
@@ -132,9 +126,7 @@ def test_sampled_outputs_are_equal_too(
 
 
 @pytest.mark.slow
-def test_outputs_of_sampled_drafts_are_not_compared(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_outputs_of_sampled_drafts_are_not_compared(flags, capsys) -> None:
     sampled = [*flags, *TREE, *"--tree-depth 1 --temperature 1 --drafting sampled".split()]
     main(sampled)
     lines = capsys.readouterr().out.splitlines()
@@ -152,9 +144,7 @@ def test_outputs_of_sampled_drafts_are_not_compared(
 
 
 @pytest.mark.slow
-def test_drift_is_part_of_the_report(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drift_is_part_of_the_report(flags, tmp_path, capsys) -> None:
     main([*flags, *"--tree-depth 1 --drift --output".split(), str(tmp_path / "report")])
     table, _, report = capsys.readouterr().out.rstrip().rsplit("\n", 2)
     drift = json.loads(report)["drift"]
@@ -170,9 +160,7 @@ def test_drift_wants_drafts(flags: list[str], tmp_path: Path) -> None:
         main([*flags[:2], "--prompts", "x.jsonl", "--drift", "--output", str(tmp_path / "report")])
 
 
-def test_flags_win_over_the_config(
-    runs: Runs, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_win_over_the_config(runs, flags, tmp_path, monkeypatch) -> None:
     seen: list[BenchConfig] = []
 
     def bench(config: BenchConfig, **settings: Any) -> None:
@@ -206,9 +194,7 @@ def test_flags_win_over_the_config(
     assert by_flags.allow_target_mismatch and not overridden.allow_target_mismatch
 
 
-def test_all_turns_of_a_question_are_played_and_added_up(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_turns_of_a_question_are_played_and_added_up(runs, tmp_path, capsys) -> None:
     question = {"question_id": 81, "category": "writing", "turns": ["def area_7", "heig"]}
     prompts = write_lines(tmp_path / "questions.jsonl", question, {"prompt": "def area_7"})
     models = runs.model("target"), runs.model("poss2")
@@ -264,9 +250,7 @@ def test_methods_that_cannot_be_compared_are_refused() -> None:
         need_equal_texts(BenchConfig(target="t", drafts={"d": "d"}, methods=method))
 
 
-def test_a_conversation_that_grows_too_long_ends_early(
-    runs: Runs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_conversation_that_grows_too_long_ends_early(runs, caplog) -> None:
     engine = Engine.load(runs.model("target"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}] * 2
     engine.max_length = len(engine.encode(messages[:-1])) + N
@@ -327,14 +311,7 @@ def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) ->
         ),
     ],
 )
-def test_bad_input_writes_nothing(
-    runs: Runs,
-    prompts: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: str,
-    error: str,
-) -> None:
+def test_bad_input_writes_nothing(runs, prompts, tmp_path, monkeypatch, arguments, error) -> None:
     names = {name: runs.model(name) for name in ("target", "eagle", "poss2")}
     names |= {"prompts": prompts, "config": write_config(tmp_path, {"target": names["target"]})}
     words = [word.format(**names) for word in arguments.split()]
@@ -353,9 +330,7 @@ def test_bad_input_writes_nothing(
         ("file/folder", False, "is not a writable folder; choose another place"),
     ],
 )
-def test_output_is_checked_before_anything_is_loaded(
-    tmp_path: Path, output: str, overwrite: bool, error: str
-) -> None:
+def test_output_is_checked_before_anything_is_loaded(tmp_path, output, overwrite, error) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "report.md").write_text("earlier")
     (tmp_path / "file").write_text("text")

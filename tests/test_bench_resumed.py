@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import (
-    TREE,
-    N,
-    made_up_answers,
-    write_prompts,
-)
+from made_up import TREE, N, made_up_answers, write_prompts
 from programs import Runs, write_lines
 
 from infer.bench import compare

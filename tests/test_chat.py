@@ -50,9 +50,7 @@ def answer(engine: poss_jax.Engine, messages: Sequence[dict[str, str]], index: i
     return one.text or ""
 
 
-def test_the_program_answers_the_lines_of_a_pipe(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_answers_the_lines_of_a_pipe(runs, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("def area_7\n\n/compare\n/quit\nnever read\n"))
     tree = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()
     models = ["--target", runs.model("target"), "--draft", runs.model("poss2")]
@@ -68,9 +66,7 @@ def test_the_program_answers_the_lines_of_a_pipe(
     assert "x as fast; the texts are equal" in captured.out and "never" not in captured.out
 
 
-def test_answers_join_the_conversation(
-    engine: poss_jax.Engine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_join_the_conversation(engine, capsys) -> None:
     chat = chat_session(engine)
     said(capsys, chat, FIRST["content"], SECOND["content"])
     first = {"role": "assistant", "content": answer(engine, [FIRST])}
@@ -79,9 +75,7 @@ def test_answers_join_the_conversation(
     assert chat.turns == [*asked, second]
 
 
-def test_a_line_says_how_fast_an_answer_was_and_compare_repeats_it(
-    engine: poss_jax.Engine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_says_how_fast_an_answer_was_and_compare_repeats_it(engine, capsys) -> None:
     chat = chat_session(engine)
     text = answer(engine, [FIRST]).split("\n")
     *shown, line = said(capsys, chat, FIRST["content"])
@@ -92,9 +86,7 @@ def test_a_line_says_how_fast_an_answer_was_and_compare_repeats_it(
     assert ratio == "with drafts _ s, without _ s: _ x as fast; the texts are equal"
 
 
-def test_reset_and_system_begin_anew(
-    engine: poss_jax.Engine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reset_and_system_begin_anew(engine, capsys) -> None:
     chat = chat_session(engine)
     said(capsys, chat, FIRST["content"], "/reset")
     assert (chat.turns, chat.last) == ([], None)
@@ -105,9 +97,7 @@ def test_reset_and_system_begin_anew(
     assert chat.system is None
 
 
-def test_temperature_draws_with_a_seed_per_question(
-    engine: poss_jax.Engine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_temperature_draws_with_a_seed_per_question(engine, capsys) -> None:
     chat = chat_session(engine)
     assert said(capsys, chat, "/temperature 1.5") == ["temperature 1.5"]
     said(capsys, chat, FIRST["content"], "/reset", FIRST["content"])
@@ -131,18 +121,14 @@ def test_temperature_draws_with_a_seed_per_question(
         ("word " * 300, "prompt of "),
     ],
 )
-def test_a_mistake_is_one_line_and_the_conversation_goes_on(
-    engine: poss_jax.Engine, line: str, error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line_and_the_conversation_goes_on(engine, line, error, capsys) -> None:
     chat = chat_session(engine)
     (shown,) = said(capsys, chat, line)
     assert shown.startswith(f"error: {error}")
     assert chat.turns == []
 
 
-def test_help_lists_all_commands(
-    engine: poss_jax.Engine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_lists_all_commands(engine, capsys) -> None:
     lines = said(capsys, chat_session(engine), "/help")
     assert [line.split()[0] for line in lines[:-1]] == [
         "/compare",
@@ -164,9 +150,7 @@ def test_the_oldest_turns_make_room(runs: Runs, capsys: pytest.CaptureFixture[st
     assert chat.last.prompt.ids == kept
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
-    engine: poss_jax.Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(engine, monkeypatch, capsys) -> None:
     chat = chat_session(engine)
     show, shown = chat._screen.show, []
 
@@ -184,9 +168,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
     assert len(chat.turns) == 2
 
 
-def test_ctrl_c_where_a_line_is_typed_is_no_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_where_a_line_is_typed_is_no_end(monkeypatch, capsys) -> None:
     typed = iter([KeyboardInterrupt(), "hello", EOFError()])
 
     def read(prompt: str) -> str:
@@ -230,9 +212,7 @@ def test_comparison(ids: list[int], is_stopped: bool, line: str) -> None:
     assert free.endswith("; sampled drafts change the text")
 
 
-def test_a_target_without_a_chat_template_is_refused(
-    runs: Runs, tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_without_a_chat_template_is_refused(runs, tmp_path, monkeypatch) -> None:
     folder = copy_model(runs.model("target"), tmp_path / "base")  # type: ignore[operator]
     for file in (tmp_path / "base").glob("chat_template*"):  # type: ignore[operator]
         file.unlink()

@@ -271,13 +271,8 @@ def learnt_spans(sequence: Tokens) -> list[list[int]]:
 
 @pytest.mark.parametrize(("name", "template", "answer"), TEMPLATES)
 def test_what_is_learnt_follows_the_prompt_that_the_engine_makes(
-    tokenizers: dict[str, Any],
-    tmp_path: Path,
-    name: str,
-    template: str,
-    answer: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tokenizers, tmp_path, name, template, answer, monkeypatch
+):
     tokenizer = tokenizers[name]
     opened = open_template(tokenizer, template, tmp_path)
     [[sequence]] = encode_documents([Chat(SYSTEM_CHAT)], tokenizer, opened)
@@ -290,9 +285,7 @@ def test_what_is_learnt_follows_the_prompt_that_the_engine_makes(
 
 
 @pytest.mark.parametrize(("name", "template", "answer"), TEMPLATES)
-def test_masks_of_random_chats(
-    tokenizers: dict[str, Any], tmp_path: Path, name: str, template: str, answer: str
-) -> None:
+def test_masks_of_random_chats(tokenizers, tmp_path, name, template, answer) -> None:
     rng = np.random.default_rng(0)
     pieces = ["\n", " ", "The", "answer", "42.", "é", "😀", "###", "return", "[/INST", "<|eot"]
     chats = [["x" + "".join(rng.choice(pieces, 9)) + "y" for _ in range(2 * n)] for n in (1, 2, 4)]
@@ -324,8 +317,8 @@ def test_masks_of_random_chats(
     ],
 )
 def test_templates_that_rewrite_earlier_turns_give_a_text_per_answer(
-    tokenizers: dict[str, Any], tmp_path: Path, template: str, turns: list[str], texts: list
-) -> None:
+    tokenizers, tmp_path, template, turns, texts
+):
     tokenizer = make_tokenizer(["<b>", "<s>", "<|im_end|>", "<|im_start|>"])
     opened = open_template(tokenizer, template, tmp_path)
     [sequences] = encode_documents([Chat(chat(*turns))], tokenizer, opened)
@@ -352,9 +345,7 @@ def test_answers_without_an_end_are_not_looked_for(tokenizers: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(("name", "template"), [("llama3", "llama3"), ("llama2", "llama2")])
-def test_chats_that_are_rendered_already(
-    tokenizers: dict[str, Any], name: str, template: str
-) -> None:
+def test_chats_that_are_rendered_already(tokenizers, name, template) -> None:
     opened = ChatTemplate(tokenizers[name], template)
     [rendered] = opened.render(Chat(SYSTEM_CHAT))
     assert opened.find_answers(rendered.text) == [rendered]
@@ -399,9 +390,7 @@ def test_whether_turns_end(tokenizers: dict[str, Any], tmp_path: Path) -> None:
         ),
     ],
 )
-def test_templates_that_cannot_be_used(
-    tokenizers: dict[str, Any], tmp_path: Path, name: str, template: str | None, error: str
-) -> None:
+def test_templates_that_cannot_be_used(tokenizers, tmp_path, name, template, error) -> None:
     with pytest.raises(UserError, match=error) as caught:
         if template and "{" in template:
             open_template(tokenizers[name], template, tmp_path)

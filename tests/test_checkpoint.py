@@ -254,9 +254,7 @@ def test_record_says_where_the_model_came_from(saved):
     assert set(values["provenance"]["versions"]) >= {"python", "jax", "flax", "poss_jax"}
 
 
-def test_the_command_of_a_record_names_no_folder_of_programs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_of_a_record_names_no_folder_of_programs(monkeypatch) -> None:
     for given, kept in (
         (["/home/me/venv/bin/python", "-m", "train.main"], ["python", "-m", "train.main"]),
         (

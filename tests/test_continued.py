@@ -319,9 +319,7 @@ def test_servers_that_cannot_be_reached_are_asked_again() -> None:
     assert asyncio.run(send()).status_code == 200 and not outcomes
 
 
-def test_whole_answers_are_waited_for_no_longer_than_they_may_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whole_answers_are_waited_for_no_longer_than_they_may_take(monkeypatch) -> None:
     calls = []
 
     async def fetch(self: Pool, call: Call) -> httpx.Response:

@@ -43,9 +43,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return write_source(tmp_path / "tiny-llama-3.2", target_tensors())
 
 
-def test_a_checkpoint_is_converted_once(
-    conversions: list[list[str]], checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_is_converted_once(conversions, checkpoint, tmp_path, caplog) -> None:
     folder = Path(find_model(str(checkpoint)))
     assert folder.parent == tmp_path / "cache" / "models"
     assert folder.name.startswith("tiny-llama-3.2-") and read_record(folder).llama.vocab_size == 16
@@ -58,9 +56,7 @@ def test_a_checkpoint_is_converted_once(
     assert find_model(str(checkpoint)) != folder and len(conversions) == 2
 
 
-def test_a_draft_is_converted_for_its_target(
-    conversions: list[list[str]], checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_draft_is_converted_for_its_target(conversions, checkpoint, tmp_path) -> None:
     draft = write_source(tmp_path / "eagle", draft_tensors())
     target = find_model(str(checkpoint))
     folder = find_model(str(draft), target=target)
@@ -76,9 +72,7 @@ def test_what_is_not_here_is_one_line(conversions: list[list[str]], tmp_path: Pa
     assert len(conversions) == 1
 
 
-def test_an_empty_path_is_not_the_working_folder(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, conversions: list[list[str]]
-) -> None:
+def test_an_empty_path_is_not_the_working_folder(checkpoint, monkeypatch, conversions) -> None:
     monkeypatch.chdir(checkpoint)
     for words in (["--target", ""], [""], [".", "--draft", ""], [".", "--output", ""]):
         message = refusal(generate, *words, "--prompt", "x")

@@ -37,11 +37,7 @@ LAYERS = 2 * (QO + KV + MLP)
 PAIR = 2 * 2  # numbers in a key and a value of one row
 SPANS = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
 WORK = Workload(
-    target=LLAMA,
-    draft=SPANS,
-    tree=TreeConfig(depth=3, top_k=2, total_tokens=5),
-    batch=2,
-    context=7,
+    target=LLAMA, draft=SPANS, tree=TreeConfig(depth=3, top_k=2, total_tokens=5), batch=2, context=7
 )
 
 

@@ -164,9 +164,7 @@ def test_hub_data_set_is_read_by_its_text_column(monkeypatch: pytest.MonkeyPatch
         load("someone/texts")
 
 
-def test_a_folder_with_a_script_is_no_data_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_a_script_is_no_data_set(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own.py").write_text("open('ran', 'w').close()")
@@ -222,9 +220,7 @@ def test_chat_template_has_one_bos(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.apply_chat_template(messages, tokenize=False) == text
 
 
-def test_training_is_deterministic_and_looks_at_a_bounded_sample(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_deterministic_and_looks_at_a_bounded_sample(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "TOKENIZER_SAMPLE_CHARACTERS", len(SOURCE))
     train_tokenizer(iter([SOURCE, "never looked at " * 1000]), 320, tmp_path)
     digests = [
@@ -386,9 +382,7 @@ def test_prompts_begin_at_definitions_and_repeat(tokenizer: PreTrainedTokenizerF
         assert tokenizer.decode(ids[1:]).startswith(("def area_", "class Shape"))
 
 
-def test_prompts_of_prose_begin_at_lines_and_documents_take_turns(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_prompts_of_prose_begin_at_lines_and_documents_take_turns(tokenizer) -> None:
     texts = [f"{n} begins a document.\n  Indented.\n{n} ends it.\n\n" for n in range(4)]
     prompts = prompts_from_documents(texts, tokenizer, num_prompts=4, prompt_tokens=12)
     lines = [tokenizer.decode(ids[1:]) for ids in prompts]

@@ -111,9 +111,7 @@ def trained(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_every_layer_is_trained_and_the_texts_stay(
-    runs: Runs, trained: Path, tmp_path: Path
-) -> None:
+def test_every_layer_is_trained_and_the_texts_stay(runs, trained, tmp_path) -> None:
     record, draft = load_draft(trained / "model", target=read_record(runs.model("target")))
     assert (record.method, record.draft.layers_per_specialist) == ("poss12-deep3", (3, 1))
     for layer in draft["further"]:
@@ -144,9 +142,7 @@ def test_a_deep_draft_of_8_bits_writes_the_same_texts() -> None:
 
 
 @pytest.mark.slow
-def test_a_crashed_run_ends_like_an_uninterrupted_one(
-    runs: Runs, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crashed_run_ends_like_an_uninterrupted_one(runs, trained, tmp_path, monkeypatch) -> None:
     config = config_file(runs, tmp_path, RUN, init_draft=runs.model("eagle"))
     batch_at: Callable[..., Any] = loop.batch_at
 
@@ -165,9 +161,7 @@ def test_a_crashed_run_ends_like_an_uninterrupted_one(
         np.testing.assert_array_equal(got, want)
 
 
-def test_more_specialists_after_a_deep_one(
-    runs: Runs, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_specialists_after_a_deep_one(runs, trained, tmp_path, capsys) -> None:
     convert(["inspect", str(trained / "model")])
     assert "draft of 2 specialists, the first of 3 layers," in capsys.readouterr().out
     arguments = ["--positions-per-specialist", "1,2,1", "--output", str(tmp_path / "more")]
@@ -192,16 +186,12 @@ def test_more_specialists_after_a_deep_one(
         ((1,), (2,), "a specialist of several layers drafts one position, and another one"),
     ],
 )
-def test_layers_that_training_cannot_follow(
-    spans: tuple[int, ...], layers: tuple[int, ...], error: str
-) -> None:
+def test_layers_that_training_cannot_follow(spans, layers, error) -> None:
     with pytest.raises(ValueError, match=error):
         DraftConfig(layer=LLAMA, positions_per_specialist=spans, layers_per_specialist=layers)
 
 
-def test_settings_and_layouts_without_room_for_it(
-    runs: Runs, trained: Path, tmp_path: Path
-) -> None:
+def test_settings_and_layouts_without_room_for_it(runs, trained, tmp_path) -> None:
     config = config_file(runs, tmp_path, RUN)
     assert "only the first specialist may have several layers" in refusal(
         main, "--config", config, "specialists.layers_per_specialist=[1,2]"

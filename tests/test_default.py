@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from golden import ROOT_E3
-from programs import Runs, refusal, write_lines
+from programs import refusal, write_lines
 
 import poss_jax
 from benchmarks.aot.config import AheadConfig
@@ -85,9 +85,7 @@ def test_what_the_converter_refuses_is_passed_on(environment: Path, tmp_path: Pa
     assert not list((tmp_path / "cache").rglob("model.json"))
 
 
-def test_the_first_call_converts_and_the_second_finds(
-    converted: list[str], environment: Path, tmp_path: Path
-) -> None:
+def test_the_first_call_converts_and_the_second_finds(converted, environment, tmp_path) -> None:
     folder = poss_jax.default_target()
     assert folder.parent == tmp_path / "cache" / "models"
     assert read_record(folder).provenance and converted == [str(environment)]
@@ -109,9 +107,7 @@ def test_calls_at_the_same_time_convert_once(converted: list[str]) -> None:
     assert len(converted) == 1
 
 
-def test_programs_take_it_where_no_target_is_named(
-    converted: list[str], runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_take_it_where_no_target_is_named(converted, runs, monkeypatch) -> None:
     monkeypatch.setattr(default, "DRAFTS", {})
     engine = load_engine(GenerateConfig(prompt="x"))
     assert engine.record == read_record(poss_jax.default_target())
@@ -129,8 +125,8 @@ def test_programs_take_it_where_no_target_is_named(
 
 
 def test_a_report_has_the_names_of_bundled_models_and_no_folders_of_the_machine(
-    converted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    converted, monkeypatch, tmp_path
+):
     monkeypatch.setattr(default, "DRAFTS", {})
     prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt_ids": [5, 6]})
     config = BenchConfig(prompts=str(prompts), max_new_tokens=2)
@@ -138,9 +134,7 @@ def test_a_report_has_the_names_of_bundled_models_and_no_folders_of_the_machine(
     assert (report["config"]["target"], report["config"]["drafts"]) == ("smollm2", {})
 
 
-def test_names_of_bundled_models_stand_for_folders(
-    converted: list[str], runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_bundled_models_stand_for_folders(converted, runs, monkeypatch) -> None:
     drafts = poss_jax.default_drafts()
     assert default.find_bundled("EAGLE-2") == default.find_bundled("eagle-2") == drafts["EAGLE-2"]
     assert default.find_bundled("smollm2") == poss_jax.default_target()

@@ -50,10 +50,7 @@ CHAINS = TASK._replace(
         TASK.draft, family="eagle3", kv="shared", aux_layers=(0, 1), head_size=32, fc_bias=False
     ),
     objective=ObjectiveConfig(
-        feature_weight=0.0,
-        probability_weight=1.0,
-        average_over="all",
-        depth_weighting="reach",
+        feature_weight=0.0, probability_weight=1.0, average_over="all", depth_weighting="reach"
     ),
     vocabulary=tuple(range(0, 64, 2)),
 )

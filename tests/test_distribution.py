@@ -156,11 +156,7 @@ def raw_bonus(request, state, tree, logits, noise, *, original):
     ("name", "function", "mistake"),
     [
         pytest.param(
-            "greedy",
-            "round_noise",
-            by_round,
-            id="noise keyed by the round",
-            marks=pytest.mark.slow,
+            "greedy", "round_noise", by_round, id="noise keyed by the round", marks=pytest.mark.slow
         ),
         pytest.param("greedy", "choose_tokens", raw_bonus, id="bonus from raw logits"),
     ],

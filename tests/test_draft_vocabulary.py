@@ -142,9 +142,7 @@ def test_the_rows_of_training_are_counted(runs: Runs, tmp_path: Path, capsys: An
     assert "never occur" not in printed
 
 
-def test_coverage_overrides_and_tokens_that_never_occur(
-    runs: Runs, tmp_path: Path, capsys: Any
-) -> None:
+def test_coverage_overrides_and_tokens_that_never_occur(runs, tmp_path, capsys) -> None:
     changes = "data.sequence_length=16", "--coverage", "0.5", "data.max_documents=20"
     main(count(runs, tmp_path, *changes))
     few = summary(capsys)
@@ -182,9 +180,7 @@ def test_a_target_has_no_draft_vocabulary(runs: Runs, tmp_path: Path) -> None:
     assert error in refusal(main, "count", "--config", config)
 
 
-def test_applied_and_given_to_programs_it_leaves_texts_as_they_are(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_applied_and_given_to_programs_it_leaves_texts_as_they_are(runs, tmp_path) -> None:
     target, draft = runs.model("target"), runs.model("poss2")
     path, applied = tmp_path / "v.json", tmp_path / "applied"
     main(count(runs, tmp_path, "--size", "40", "--output", str(path)))

@@ -55,8 +55,7 @@ def test_a_window_leaves_out_the_rows_between(window):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["deep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle3"))],
+    "name", ["deep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle3"))]
 )
 def test_speculative_equals_autoregressive(name):
     draft = replace(DRAFTS[name], window=5)

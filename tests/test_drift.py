@@ -214,9 +214,7 @@ def test_numbers_are_those_of_validation(config: DriftConfig, decoded: Any, name
     assert found["rounds_as_predicted"] == 1
 
 
-def test_files_of_a_report(
-    config: DriftConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_a_report(config, tmp_path, capsys) -> None:
     arguments = ["--target", config.target, "--prompts", config.prompts, "--depth", str(R)]
     arguments += ["--draft", f"poss2={config.drafts['poss2']}", "--max-new-tokens", str(N)]
     main([*arguments, "--output", str(tmp_path / "report")])

@@ -253,9 +253,7 @@ def one_specialist(change: dict[str, Any]) -> dict[str, Any]:
         (WHOLE, {"eagle_config": {"norm_before_fc": True}}, {"fc_norm": "whole"}, ""),
     ],
 )
-def test_variants_of_specforge(
-    tensors: Any, config: Any, fields: Any, assumed: str, target: Path, tmp_path: Path
-) -> None:
+def test_variants_of_specforge(tensors, config, fields, assumed, target, tmp_path) -> None:
     source = write(tmp_path / "source", one_specialist(tensors), num_hidden_layers=1, **config)
     want = plan_draft(
         str(write(tmp_path / "plain", one_specialist({}), num_hidden_layers=1)), target
@@ -332,9 +330,7 @@ def test_a_sliding_window(config: Any, window: int | None, target: Path, tmp_pat
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_an_embedding_that_is_not_the_target_s(
-    is_trained: bool, target: Path, tmp_path: Path
-) -> None:
+def test_an_embedding_that_is_not_the_target_s(is_trained, target, tmp_path) -> None:
     embedding = {"embed_tokens.weight": np.ones((260, 128), np.float32)}
     said = {"num_hidden_layers": 1, "embed_requires_grad": is_trained}
     source = str(write(tmp_path / "source", one_specialist(embedding), **said))
@@ -401,9 +397,7 @@ def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> N
         ({}, {"draft_vocab_size": 70}, r"lm_head\.weight want \[70, 128\] got \[80, 128\]"),
     ],
 )
-def test_what_is_refused(
-    change: dict[str, Any], config: dict[str, Any], error: str, target: Path, tmp_path: Path
-) -> None:
+def test_what_is_refused(change, config, error, target, tmp_path) -> None:
     tensors = {k: v for k, v in (read_tensors(SOURCE) | change).items() if v is not None}
     source = write(tmp_path / "source", tensors, **config)
     with pytest.raises(UserError, match=error):

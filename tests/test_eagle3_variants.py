@@ -53,12 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 MASKED: dict[str, dict[str, Any]] = {
     "masked": {"mask_token": 7, "fc_norm": "whole"},
     "masked_stack": {"mask_token": 7, "layers_per_specialist": (3,), "has_embedding": True},
-    "masked_window": {
-        "mask_token": 7,
-        "layers_per_specialist": (2,),
-        "window": 3,
-        "num_sinks": 0,
-    },
+    "masked_window": {"mask_token": 7, "layers_per_specialist": (2,), "window": 3, "num_sinks": 0},
 }
 PARTS_OF_ALL = ("norm_before_residual", "fc_norm", "norm_output")
 PARTS_OF_OTHERS = (*PARTS_OF_ALL, "deep", "window", "looped")

@@ -153,9 +153,7 @@ def test_long_text_warns_of_nothing(engine: Engine, caplog: pytest.LogCaptureFix
     assert caplog.records == []
 
 
-def test_target_without_tokenizer_answers_ids_only(
-    runs: Runs, tmp_path: Path, plain: Engine
-) -> None:
+def test_target_without_tokenizer_answers_ids_only(runs, tmp_path, plain) -> None:
     folder = copy_model(runs.model("target"), tmp_path / "model", tokenizer_sha256=None)
     (tmp_path / "model" / "tokenizer.json").unlink()
     engine = Engine.load(folder)
@@ -214,9 +212,7 @@ def test_text_with_a_token_that_the_target_does_not_embed(runs: Runs) -> None:
         ("def", {"max_new_tokens": 1}, "prompts: want a list, got one text; put it into a list"),
     ],
 )
-def test_calls_that_are_refused(
-    plain: Engine, prompts: Any, settings: dict[str, int], error: str
-) -> None:
+def test_calls_that_are_refused(plain, prompts, settings, error) -> None:
     with pytest.raises(UserError, match=error):
         plain.generate(prompts, **settings)
 
@@ -284,9 +280,7 @@ def test_prompts_that_share_settings_have_seeds_of_their_own() -> None:
         sampling_per_prompt([third, first], 3)
 
 
-def test_biased_tokens_are_checked_before_anything_is_decoded(
-    plain: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_biased_tokens_are_checked_before_anything_is_decoded(plain, monkeypatch) -> None:
     monkeypatch.setattr(FixedBatch, "start", None)
     settings = [SamplingConfig(), SamplingConfig(logit_bias={300: 1})]
     with pytest.raises(UserError, match="logit_bias: want token ids of 0 to 299, got 300"):
@@ -304,9 +298,7 @@ def test_biased_tokens_are_checked_before_anything_is_decoded(
     ],
     ids=repr,
 )
-def test_what_is_no_message_is_one_line(
-    plain: Engine, monkeypatch: pytest.MonkeyPatch, message: Any
-) -> None:
+def test_what_is_no_message_is_one_line(plain, monkeypatch, message) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside of tests
     prompt = [{"role": "user", "content": "a"}, message]
     with pytest.raises(UserError, match=r"^messages: want a role and a content of text in each"):
@@ -316,9 +308,7 @@ def test_what_is_no_message_is_one_line(
 @pytest.mark.parametrize(
     "prompts", [[5, 6, 7], [{"role": "user", "content": "hi"}], {"a": 1}], ids=repr
 )
-def test_what_is_no_prompt_is_one_line(
-    plain: Engine, monkeypatch: pytest.MonkeyPatch, prompts: Any
-) -> None:
+def test_what_is_no_prompt_is_one_line(plain, monkeypatch, prompts) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside of tests
     with pytest.raises(UserError, match=r"^prompt: want text, a list of token ids or a list of"):
         plain.generate(prompts if isinstance(prompts, list) else [prompts], max_new_tokens=1)
@@ -330,9 +320,7 @@ def test_a_length_without_room_for_an_answer_is_refused(runs: Runs, max_length: 
         Engine.load(runs.model("target"), max_length=max_length)
 
 
-def test_a_length_beyond_the_target_s_own_is_warned_of(
-    runs: Runs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_length_beyond_the_target_s_own_is_warned_of(runs, caplog) -> None:
     most = Engine.load(runs.model("target")).max_length
     assert not caplog.messages
     assert Engine.load(runs.model("target"), max_length=most + 1).max_length == most + 1
@@ -351,9 +339,7 @@ def test_trees_are_chosen_by_batch_size(runs: Runs) -> None:
     assert [config.draft is None for config in chosen] == [False, False, False, True, True]
 
 
-def test_trees_that_were_tuned_are_those_of_one_draft(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_that_were_tuned_are_those_of_one_draft(runs, monkeypatch) -> None:
     tuned = {"poss2": Tuned({1: SMALL}, None)}
     monkeypatch.setattr(
         "poss_jax.engine.models.find_tuned", lambda draft, *_: tuned.get(Path(draft).parent.name)
@@ -364,9 +350,7 @@ def test_trees_that_were_tuned_are_those_of_one_draft(
     assert engine.with_tree(SMALL).load_draft(runs.model("eagle")).trees == {1: SMALL}
 
 
-def test_tree_that_asks_for_too_much_is_clamped_and_said_once(
-    runs: Runs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tree_that_asks_for_too_much_is_clamped_and_said_once(runs, caplog) -> None:
     tree = TreeConfig(depth=2, top_k=3, total_tokens=60)
     engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=tree)
     assert engine.trees[1] == TreeConfig(depth=2, top_k=3, total_tokens=3 + 9 + 1)
@@ -387,12 +371,7 @@ def test_tree_that_asks_for_too_much_is_clamped_and_said_once(
         ((1, 10, 60), 4, (1, 4, 5)),
     ],
 )
-def test_fitting_a_tree(
-    asked: tuple[int, int, int],
-    vocabulary: int,
-    fitted: tuple[int, int, int],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_fitting_a_tree(asked, vocabulary, fitted, caplog) -> None:
     names = ("depth", "top_k", "total_tokens")
     tree = fit_tree(TreeConfig(**dict(zip(names, asked, strict=True))), vocabulary)
     assert (tree.depth, tree.top_k, tree.total_tokens) == fitted
@@ -413,9 +392,7 @@ def test_the_least_memory_is_less_than_what_is_held(engine: Engine) -> None:
     assert 0.9 < counted / (sum(held.values()) + logits_and_candidates) <= 1
 
 
-def test_what_cannot_fit_is_refused_before_it_is_tried(
-    plain: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_fit_is_refused_before_it_is_tried(plain, monkeypatch) -> None:
     monkeypatch.setattr(FixedBatch, "start", None)
     call = {"max_new_tokens": N, "batch_size": 10_000_000}
     with pytest.raises(UserError, match="batch_size 10000000 and room for 256 tokens of prompt"):
@@ -429,9 +406,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(
 
 @pytest.mark.parametrize("quantise", [None, "int8"])
 @pytest.mark.parametrize("tensor", [1, 4])
-def test_a_target_that_cannot_fit_is_not_read(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, quantise: Any, tensor: int
-) -> None:
+def test_a_target_that_cannot_fit_is_not_read(runs, monkeypatch, quantise, tensor) -> None:
     settings = {"quantise": quantise, "mesh": MeshConfig(tensor=tensor), "dtype": jnp.bfloat16}
     memory = "poss_jax.engine.device.device_memory"
     leaves = jax.tree.leaves(Engine.load(runs.model("target"), **settings).weights.target)

@@ -202,8 +202,7 @@ QKV_BIAS["layers.0.self_attn.q_proj.bias"] = (8,)
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("num_layers", "fc_bias", "extra"),
-    [(1, False, {}), (1, True, QKV_BIAS), (3, True, {})],
+    ("num_layers", "fc_bias", "extra"), [(1, False, {}), (1, True, QKV_BIAS), (3, True, {})]
 )
 def test_keys_are_those_the_original_loads_strictly(tmp_path, tiny, num_layers, fc_bias, extra):
     import torch

@@ -75,9 +75,7 @@ def embedding(golden: Golden) -> Any:
 
 
 @pytest.mark.parametrize("form", SINGLE)
-def test_a_draft_of_one_layer_comes_back(
-    form: str, one: Golden, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_draft_of_one_layer_comes_back(form, one, tmp_path, capsys) -> None:
     out = export(one, tmp_path / "out", format=form)
     assert_same_model(one.draft_folder, convert(one, out, tmp_path / "again"))
     assert "->  specialists/0/feature_norm/scale " in capsys.readouterr().out
@@ -167,11 +165,7 @@ OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm
         ("speculators", OF_SPECULATORS, {"norm_before_fc": True, "fc_norm": False}),
         ("speculators", {"fc_norm": "each"}, {"fc_norm": True, "norm_output": False}),
         ("speculators", {"layer": {"qk_norm": True}}, {"fc_norm": False}),
-        (
-            "speculators",
-            {"aux_layers": (0, 1, 7)},
-            {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]},
-        ),
+        ("speculators", {"aux_layers": (0, 1, 7)}, {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}),
         ("specforge", {"fc_norm": "each", "output_norm": None}, {"norm_output": False}),
         ("sglang", {"fc_norm": "each"}, {"fc_norm": True}),
         ("sglang", {"layer": {"rope": YARN}}, {}),
@@ -196,9 +190,7 @@ OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm
         ),
     ],
 )
-def test_variants_come_back(
-    form: str, changes: Any, said: dict[str, Any], one: Golden, tmp_path: Path
-) -> None:
+def test_variants_come_back(form, changes, said, one, tmp_path) -> None:
     model = variant(one, tmp_path / "model", **changes)
     out = export(one, tmp_path / "out", model=model, format=form)
     assert_same_model(model, convert(one, out, tmp_path / "again"))
@@ -250,9 +242,7 @@ def test_a_stack_of_layers_comes_back(one: Golden, tmp_path: Path) -> None:
         ("poss", {"has_embedding": True}, "no place for an own embedding"),
     ],
 )
-def test_what_a_layout_cannot_hold(
-    form: str, changes: Any, message: str, one: Golden, tmp_path: Path
-) -> None:
+def test_what_a_layout_cannot_hold(form, changes, message, one, tmp_path) -> None:
     model = variant(one, tmp_path / "model", **changes)
     with pytest.raises(UserError, match=message):
         export(one, tmp_path / "out", model=model, format=form)
@@ -286,9 +276,7 @@ def test_what_a_layout_cannot_hold(
         ),
     ],
 )
-def test_choices_that_do_not_fit(
-    flags: dict[str, Any], message: str, three: Golden, tmp_path: Path
-) -> None:
+def test_choices_that_do_not_fit(flags, message, three, tmp_path) -> None:
     with pytest.raises(UserError, match=message):
         export(three, tmp_path / "out", **flags)
 
@@ -309,9 +297,7 @@ def test_config_of_speculators(three: Golden, tmp_path: Path) -> None:
     assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 80)
 
 
-def test_the_verifier_is_found_from_anywhere(
-    three: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verifier_is_found_from_anywhere(three, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     draft, target = three.draft_folder, three.target_folder
     plan = partial(plan_export, draft, form="speculators", target=target, specialist=0)
@@ -349,9 +335,7 @@ READERS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
     + [("speculators", reader) for reader in ("vLLM V1", "vLLM V2")],
 )
 @pytest.mark.parametrize("layers", [(2, 4, 5), (1, 3, 7)])
-def test_every_engine_reads_the_layers_of_the_draft(
-    layers: tuple[int, ...], form: str, reader: str, one: Golden, tmp_path: Path
-) -> None:
+def test_every_engine_reads_the_layers_of_the_draft(layers, form, reader, one, tmp_path) -> None:
     model = variant(one, tmp_path / "model", aux_layers=layers)
     verifier = HUB_ID if form == "speculators" else None
     plan = plan_export(model, form=form, target=one.target_folder, verifier=verifier)

@@ -49,9 +49,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def lines(
-    runs: Runs, target: str, prompts: str, tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
+def lines(runs, target, prompts, tmp_path_factory) -> list[Any]:
     folder = tmp_path_factory.mktemp("answers")
     return generate(target, runs.model("poss2"), folder, "--prompts", prompts)
 
@@ -73,9 +71,7 @@ def test_lines_hold_answers_and_what_is_passed_on(lines: list[Any]) -> None:
     assert lines[2]["text"] != "is overwritten"
 
 
-def test_prompts_are_encoded_by_kind_and_answers_join_the_chat(
-    target: str, lines: list[Any]
-) -> None:
+def test_prompts_are_encoded_by_kind_and_answers_join_the_chat(target, lines) -> None:
     decode = load_tokenizer(Path(target)).decode
     first, second = lines[1]["text"], lines[2]["text"]
     assert [decode(line["prompt_ids"]) for line in lines] == [
@@ -88,17 +84,13 @@ def test_prompts_are_encoded_by_kind_and_answers_join_the_chat(
     ]
 
 
-def test_a_question_is_asked_with_the_chat_template(
-    runs: Runs, target: str, lines: list[Any], tmp_path: Path
-) -> None:
+def test_a_question_is_asked_with_the_chat_template(runs, target, lines, tmp_path) -> None:
     (line,) = generate(target, runs.model("poss2"), tmp_path, "--question", "a")
     for key in KEYS[:-1]:  # seeds are derived from the index of a prompt
         assert line[key] == lines[1][key]
 
 
-def test_draft_and_batch_size_change_no_token(
-    runs: Runs, target: str, prompts: str, lines: list[Any], tmp_path: Path
-) -> None:
+def test_draft_and_batch_size_change_no_token(runs, target, prompts, lines, tmp_path) -> None:
     plain = generate(target, None, tmp_path, "--prompts", prompts)
     batched = generate(
         target, runs.model("poss2"), tmp_path, "--prompts", prompts, "--batch-size", "3"
@@ -110,9 +102,7 @@ def test_draft_and_batch_size_change_no_token(
     assert any(line["mean_acceptance_length"] > 1 for line in lines)
 
 
-def test_stops_at_the_first_stop_token_of_the_config(
-    runs: Runs, lines: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stops_at_the_first_stop_token_of_the_config(runs, lines, tmp_path, capsys) -> None:
     output = lines[0]["output_ids"]
     stop = output[NUM_NEW // 2]
     target = copy_model(runs.model("target"), tmp_path / "model", config={"eos_token_ids": [stop]})
@@ -124,9 +114,7 @@ def test_stops_at_the_first_stop_token_of_the_config(
     assert json.loads(out.splitlines()[-1])["new_tokens"] == len(until) + 1
 
 
-def test_one_prompt_is_printed_before_the_summary(
-    runs: Runs, lines: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_prompt_is_printed_before_the_summary(runs, lines, capsys) -> None:
     models = ["--target", runs.model("target"), "--draft", runs.model("poss2")]
     main([*models, "--prompt", "def area_7", "--max-new-tokens", str(NUM_NEW)])
     captured = capsys.readouterr()
@@ -144,9 +132,7 @@ def test_one_prompt_is_printed_before_the_summary(
     assert captured.err == ""
 
 
-def test_programs_are_compiled_before_a_prompt_comes(
-    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_compiled_before_a_prompt_comes(target, capsys, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(Engine, "precompile", lambda _, *given, **options: asked.append(given))
     main(["--target", target, "--precompile", "60", "--precompile", "90"])
@@ -154,9 +140,7 @@ def test_programs_are_compiled_before_a_prompt_comes(
     assert summary(capsys)["answers"] == 0
 
 
-def test_a_conversation_its_answers_make_too_long_ends_early(
-    target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_conversation_its_answers_make_too_long_ends_early(target, tmp_path, caplog) -> None:
     engine = Engine.load(target)
     messages = [*users("a"), {"role": "assistant", "content": ""}, *users("b")]
     room = len(engine.encode(messages)) + NUM_NEW
@@ -167,9 +151,7 @@ def test_a_conversation_its_answers_make_too_long_ends_early(
     assert f"do not fit a length of {room}" in caplog.text
 
 
-def test_output_goes_into_a_new_folder_and_is_named(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_goes_into_a_new_folder_and_is_named(runs, tmp_path, capsys) -> None:
     path = tmp_path / "new" / "folder" / "answers.jsonl"
     arguments = ["--prompt", "def area_7", "--max-new-tokens", str(NUM_NEW), "--output", str(path)]
     main(["--target", runs.model("target"), *arguments])
@@ -223,9 +205,7 @@ def test_number_of_turns() -> None:
     assert [len(dialogue(record).remaining) for record in RECORDS] == [1, 3, 1, 1]
 
 
-def test_a_prompt_is_tokenised_once_for_every_answer(
-    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_tokenised_once_for_every_answer(target, prompts, tmp_path, monkeypatch):
     encode, encoded = Engine.encode, []
 
     def remember(self: Engine, prompt: Any) -> list[int]:
@@ -267,9 +247,7 @@ def test_a_prompt_is_tokenised_once_for_every_answer(
         ),
     ],
 )
-def test_bad_arguments_write_nothing(
-    runs: Runs, tmp_path: Path, arguments: str, error: str
-) -> None:
+def test_bad_arguments_write_nothing(runs, tmp_path, arguments, error) -> None:
     layer = read_record(runs.model("poss2")).draft.layer
     wide = {"layer": config_to_dict(layer) | {"hidden_size": 64}}
     names = {"target": runs.model("target"), "wide": tmp_path / "wide"}
@@ -280,9 +258,7 @@ def test_bad_arguments_write_nothing(
     assert not output.parent.exists()
 
 
-def test_empty_prompt_is_refused_but_blanks_are_tokens(
-    runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_empty_prompt_is_refused_but_blanks_are_tokens(runs, capsys) -> None:
     target = ["--target", runs.model("target"), "--max-new-tokens", "2"]
     assert "prompt 1 of 1: prompt: want at least one" in refusal(main, *target, "--prompt", "")
     main([*target, "--prompt", "  "])
@@ -313,9 +289,7 @@ def test_empty_prompt_is_refused_but_blanks_are_tokens(
         ),
     ],
 )
-def test_bad_line_is_found_before_anything_is_decoded(
-    runs: Runs, tmp_path: Path, bad: Any, error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_line_is_found_before_anything_is_decoded(runs, tmp_path, bad, error, monkeypatch):
     monkeypatch.setattr(Engine, "decode", None)
     good = {"prompt": "def"}
     prompts = write_lines(tmp_path / "prompts.jsonl", good, good, bad, good)
@@ -332,9 +306,7 @@ def test_bad_line_is_found_before_anything_is_decoded(
         ("answers.jsonl/a", "is not a writable folder"),
     ],
 )
-def test_output_that_cannot_be_is_refused_before_anything_is_loaded(
-    tmp_path: Path, output: str, error: str
-) -> None:
+def test_output_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, output, error):
     (tmp_path / "answers.jsonl").write_text("earlier answers")
     arguments = ["--target", "nowhere", "--prompt", "x", "--output", str(tmp_path / output)]
     assert error in refusal(main, *arguments)
@@ -356,13 +328,8 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, method: str, call: int) -> None:
 
 
 def test_interrupted_run_keeps_the_answers_that_are_finished(
-    target: str,
-    prompts: str,
-    lines: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    target, prompts, lines, tmp_path, monkeypatch, capsys
+):
     interrupt(monkeypatch, "decode", 3)
     output = tmp_path / "answers.jsonl"
     arguments = ["--target", target, "--prompts", prompts, "--output", str(output)]
@@ -375,12 +342,8 @@ def test_interrupted_run_keeps_the_answers_that_are_finished(
 
 
 def test_interrupted_before_the_first_answer_leaves_no_file(
-    target: str,
-    prompts: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    target, prompts, tmp_path, monkeypatch, capsys
+):
     interrupt(monkeypatch, "decode", 1)
     with pytest.raises(KeyboardInterrupt):
         generate(target, None, tmp_path, "--prompts", prompts)

@@ -46,26 +46,20 @@ def test_settings_of_a_line_win_and_are_written_down(sampled: list[Any]) -> None
     assert any(line["mean_acceptance_length"] > 1 for line in sampled[:4])
 
 
-def test_sampled_answers_are_the_same_without_a_draft_and_in_batches(
-    runs: Runs, sampled: list[Any], tmp_path: Path
-) -> None:
+def test_sampled_answers_are_the_same_without_a_draft_and_in_batches(runs, sampled, tmp_path):
     for lines in (sample(runs, tmp_path, draft=False), sample(runs, tmp_path, "--batch-size", "3")):
         for key in ("output_ids", "text", "sampling"):
             assert [line[key] for line in lines] == [line[key] for line in sampled]
 
 
-def test_a_written_line_is_a_prompt_that_brings_back_its_answer(
-    runs: Runs, sampled: list[Any], tmp_path: Path
-) -> None:
+def test_a_written_line_is_a_prompt_that_brings_back_its_answer(runs, sampled, tmp_path) -> None:
     record = {key: sampled[2][key] for key in ("prompt_ids", "sampling")}
     prompts = write_lines(tmp_path / "records", record)
     (again,) = generate(runs.model("target"), None, tmp_path, "--prompts", prompts)
     assert again["output_ids"] == sampled[2]["output_ids"]
 
 
-def test_another_way_to_draft_can_be_chosen(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_way_to_draft_can_be_chosen(runs, tmp_path, monkeypatch) -> None:
     load, seen = Engine.load, []
     monkeypatch.setattr(
         Engine,

@@ -119,8 +119,7 @@ def _fields(part: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("part", "suffix"),
-    [("cases", ""), pytest.param("small", "_small", marks=pytest.mark.slow)],
+    ("part", "suffix"), [("cases", ""), pytest.param("small", "_small", marks=pytest.mark.slow)]
 )
 def test_generations(golden, part, suffix):
     check_generations(golden, part, suffix)

@@ -126,9 +126,7 @@ def check_matches(answers: list[Generation]) -> None:
         pytest.param(TREE, E3, id="EAGLE-3"),
     ],
 )
-def test_drafts_change_no_text(
-    tree: TreeConfig, config: DraftConfig, alone: list[Generation]
-) -> None:
+def test_drafts_change_no_text(tree, config, alone) -> None:
     """EAGLE-3's draft is random and knows half of the tokens."""
     engine = draw_engine(tree, config)
     answers = engine.decode(prepare_all(engine), batch_size=4)
@@ -136,18 +134,14 @@ def test_drafts_change_no_text(
     assert answers[0].mean_acceptance_length > 1.5
 
 
-def test_without_time_to_walk_texts_are_the_same(
-    alone: list[Generation], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_time_to_walk_texts_are_the_same(alone, monkeypatch) -> None:
     monkeypatch.setattr(batch, "_WALK_SECONDS", 0.0)
     engine = draw_engine(TREE)
     answers = engine.decode(prepare_all(engine), batch_size=4)
     assert [one.output_ids for one in answers] == [one.output_ids for one in alone]
 
 
-def test_texts_of_sampled_drafts_match_too(
-    alone: list[Generation], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_sampled_drafts_match_too(alone, monkeypatch) -> None:
     """Greedy ones are still the target's; walks over drawn trees have all the time they need."""
     monkeypatch.setattr(batch, "_WALK_SECONDS", 0.0)
     engine = draw_engine(TREE, drafting="sampled")
@@ -199,9 +193,7 @@ def test_any_company_leaves_the_texts_as_they_are(alone: list[Generation]) -> No
     assert [one.stop_reason for one in answers if one].count("cancelled") <= 4
 
 
-def test_a_follower_needs_no_grammar(
-    alone: list[Generation], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follower_needs_no_grammar(alone, monkeypatch) -> None:
     """It gets the masks; prompts are scored between rounds."""
     store = Store()
     monkeypatch.setattr(leader, "_store", lambda: store)
@@ -223,9 +215,7 @@ def test_a_follower_needs_no_grammar(
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_grammar_that_gets_too_complex_ends_its_text_alone(
-    alone: list[Generation], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_that_gets_too_complex_ends_its_text_alone(alone, monkeypatch) -> None:
     engine = draw_engine(TREE)
     scheduler = Scheduler(make_slots(engine))
     monkeypatch.setitem(LIMITS, "max_lexer_states", 40)
@@ -262,9 +252,7 @@ def allowed(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]).tolist()
 
 
-def test_forbidden_nodes_give_their_places_to_certain_tokens(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forbidden_nodes_give_their_places_to_certain_tokens(compiler, monkeypatch) -> None:
     """root "a" ┬ "b" ─ "d"        after a: "bcde" or "x", so "d" and "q" are forbidden
     ├ "x"                and "c", "d" are certain after "b"
     └ "q" ─ "x".

@@ -5,7 +5,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -51,9 +50,7 @@ def test_what_takes_long_is_refused(compiler: GrammarCompiler, grammar: Grammar)
         compiler.submit(grammar).result(300)
 
 
-def test_what_takes_much_memory_is_refused(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_much_memory_is_refused(compiler, monkeypatch) -> None:
     monkeypatch.setattr(grammars, "_CPU_SECONDS", (60.0,))
     with pytest.raises(UserError, match="at most 64 MiB, this one takes more"):
         compiler.submit(multiple(399_989)).result(300)
@@ -88,9 +85,7 @@ grammar_trials.main()
 
 
 @pytest.mark.parametrize("num_kills", [1, 2])
-def test_a_killed_trial_is_repeated_once(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_kills: int
-) -> None:
+def test_a_killed_trial_is_repeated_once(compiler, monkeypatch, tmp_path, num_kills) -> None:
     """As by a system without memory; the grammar is to blame for none of it."""
     (tmp_path / "trials.py").write_text(KILLED.format(folder=str(tmp_path), num_kills=num_kills))
     shutil.copy(grammar_trials.__file__, tmp_path)
@@ -107,9 +102,7 @@ def test_a_killed_trial_is_repeated_once(
     assert len([*tmp_path.glob("killed*")]) == num_kills
 
 
-def test_masks_of_a_long_text_split_its_beginning(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_of_a_long_text_split_its_beginning(compiler, monkeypatch) -> None:
     """Of an enum of 60,000 letters, all of which must follow, before every token."""
     tokens, lengths = compiler._tokens, list[int]()
 
@@ -176,9 +169,7 @@ def test_who_left_is_not_served(compiler: GrammarCompiler, tries: Tries) -> None
     assert len(tries.tried) == 2
 
 
-def test_what_is_kept_is_bounded(
-    compiler: GrammarCompiler, tries: Tries, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_is_bounded(compiler, tries, monkeypatch) -> None:
     monkeypatch.setattr(grammars, "_MOST_KEPT_BYTES", 3 * 2**20)
     for index in range(8):
         compiler.submit(Grammar.regex(f"z{index}", "fast")).result(60)

@@ -330,8 +330,7 @@ def test_config_json_reads_back(name):
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [{"qk_norm": True}, {"o_bias": True}, {"mlp_bias": True}, {"head_dim": 6}],
+    "layer", [{"qk_norm": True}, {"o_bias": True}, {"mlp_bias": True}, {"head_dim": 6}]
 )
 def test_layers_the_original_does_not_have(layer):
     config = DraftConfig(layer=replace(LLAMA, **layer))

@@ -118,10 +118,7 @@ def test_rule_is_enforced(path: str, source: str):
     ("path", "source"),
     [
         ("poss_jax/__init__.py", "from poss_jax.engine import Engine"),
-        (
-            "poss_jax/checkpoint/record.py",
-            "from poss_jax.config import __version__; open('x')",
-        ),
+        ("poss_jax/checkpoint/record.py", "from poss_jax.config import __version__; open('x')"),
         ("infer/bench/compare.py", "from ..tune.run import run; from .page import x"),
         (
             "poss_jax/convert/llama.py",

@@ -25,18 +25,14 @@ def test_scalars_take_lists_apart() -> None:
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_missing_package_is_said_in_one_line(
-    tmp_path: Path, name: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_said_in_one_line(tmp_path, name, package, monkeypatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, package, raising=False)
     with pytest.raises(UserError, match=rf"needs the package {package}, .*poss-jax\[{name}\]"):
         check_loggers(config_for(tmp_path, loggers=[name]))
 
 
-def test_tensorboard_takes_up_after_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_takes_up_after_the_checkpoint(tmp_path, monkeypatch) -> None:
     calls: list[Any] = []
 
     class SummaryWriter:

@@ -64,9 +64,7 @@ def count_copied(answers: Sequence[Generation | None]) -> int:
         pytest.param(None, {}, 1, id="no draft"),
     ],
 )
-def test_copies_change_no_text(
-    config: DraftConfig | None, options: Any, batch_size: int, alone: list[Generation]
-) -> None:
+def test_copies_change_no_text(config, options, batch_size, alone) -> None:
     engine = with_lookup(config, **options)
     answers = engine.decode(prepare_all(engine), batch_size=batch_size)
     assert ids(answers) == ids(alone)
@@ -77,9 +75,7 @@ def test_copies_change_no_text(
 
 
 @pytest.mark.parametrize("config", [POSS, None], ids=["PosS", "no draft"])
-def test_copies_change_no_text_of_a_server(
-    config: DraftConfig | None, alone: list[Generation]
-) -> None:
+def test_copies_change_no_text_of_a_server(config, alone) -> None:
     """Of the second half, no text may be copied."""
     engine = with_lookup(config)
     scheduler = Scheduler(make_slots(engine))

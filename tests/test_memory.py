@@ -74,9 +74,7 @@ def test_a_step_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         check_memory(plan(config))
 
 
-def test_a_run_that_cannot_fit_reads_no_weights(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_fit_reads_no_weights(runs, tmp_path, monkeypatch) -> None:
     config = config_file(runs, tmp_path)
     forbid_weights(monkeypatch)
     monkeypatch.setattr("train.memory.device_memory", lambda: 1000)
@@ -102,9 +100,7 @@ def config_file(runs: Runs, folder: Path) -> str:
     return write_config(folder / "configs", values | {"data": runs.data})
 
 
-def test_a_dry_run_says_what_a_device_holds(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_says_what_a_device_holds(runs, tmp_path, capsys, monkeypatch) -> None:
     forbid_weights(monkeypatch)
     main(["--config", config_file(runs, tmp_path), "--dry-run", "--compile-for", "here"])
     printed = capsys.readouterr().out

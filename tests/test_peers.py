@@ -237,13 +237,7 @@ def count_ours(folder: Path, case: str, golden: Golden, drafted: int) -> tuple[A
 
 
 @pytest.mark.parametrize("case", [*CASES, ALONE])
-def test_vllm_accepts_as_many_tokens_at_every_position(
-    case: str,
-    folder: Path,
-    models: dict[str, Golden],
-    of_vllm: Results,
-    report: list[dict[str, str]],
-) -> None:
+def test_vllm_accepts_as_many_tokens_at_every_position(case, folder, models, of_vllm, report):
     exported = case if case in CASES else "speculators"
     golden, drafted = models[CASES[exported].draft], CASES[exported].drafted
     if case == ALONE:
@@ -260,9 +254,7 @@ def test_vllm_accepts_as_many_tokens_at_every_position(
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_vllm_refuses_what_the_documentation_says(
-    case: str, of_vllm: Results, report: list[dict[str, str]]
-) -> None:
+def test_vllm_refuses_what_the_documentation_says(case, of_vllm, report) -> None:
     error = of_vllm[case]["error"]
     assert REFUSED[case][1] in error
     said = f"refused: {error.split('. ')[0].strip(': ')}"
@@ -350,13 +342,7 @@ def chains(config: Any, params: Any, target: Any, tokens: np.ndarray, features: 
 
 
 @pytest.mark.parametrize("name", [*MADE, *LOADED])
-def test_speculators_computes_the_same_logits(
-    name: str,
-    folder: Path,
-    of_speculators: str,
-    models: dict[str, Golden],
-    report: list[dict[str, str]],
-) -> None:
+def test_speculators_computes_the_same_logits(name, folder, of_speculators, models, report) -> None:
     golden = models[LOADED.get(name, "eagle3_full")]
     source = folder / name if name in MADE else place(folder, f"{name}-out")
     draft = folder / f"{name}-here"

@@ -43,9 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["generate", "chat", "inspect"],
 )
-def test_no_program_runs_code_of_the_working_folder(
-    folder: Path, tmp_path: Path, words: list[str], typed: str
-) -> None:
+def test_no_program_runs_code_of_the_working_folder(folder, tmp_path, words, typed) -> None:
     limit = [] if words[0] == "inspect" else ["--max-new-tokens", "1"]
     command, options = poss(folder, tmp_path, *words, *limit)
     result = subprocess.run(command, input=typed, capture_output=True, text=True, **options)
@@ -53,9 +51,7 @@ def test_no_program_runs_code_of_the_working_folder(
     assert result.returncode == 0, result.stderr
 
 
-def test_the_process_that_tries_grammars_runs_no_code_of_the_working_folder(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_process_that_tries_grammars_runs_no_code_of_the_working_folder(folder, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -66,9 +66,7 @@ print("imported", *sys.modules)
 
 
 @pytest.mark.parametrize("is_checkout", [True, False])
-def test_help_fits_a_screen_and_what_needs_no_work_imports_no_jax(
-    is_checkout: bool, tmp_path: Path
-) -> None:
+def test_help_fits_a_screen_and_what_needs_no_work_imports_no_jax(is_checkout, tmp_path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", ASKED],
         env=os.environ | {"COLUMNS": "80", "PYTHONPATH": str(ROOT)},
@@ -135,12 +133,7 @@ def test_a_command_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> No
         ("x" * 500, "see poss --help"),
     ],
 )
-def test_an_unknown_command_names_the_nearest(
-    typed: str,
-    hint: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unknown_command_names_the_nearest(typed, hint, capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/usr/bin/poss"])
     with pytest.raises(SystemExit) as caught:
         poss.main([typed])
@@ -159,9 +152,7 @@ def test_an_unknown_command_names_the_nearest(
         ("python -m poss_jax chat", "python -m poss_jax generate", "python -m poss_jax convert"),
     ],
 )
-def test_help_names_programs_as_the_user_started_this_one(
-    typed: str, generate: str, convert: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_names_programs_as_the_user_started_this_one(typed, generate, convert, monkeypatch):
     monkeypatch.setattr(sys, "argv", [typed])
     text = "see `poss convert`, poss generate and poss draft-vocabulary."
     expected = f"see `{convert}`, {generate} and poss draft-vocabulary."

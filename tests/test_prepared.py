@@ -88,9 +88,7 @@ def test_texts_of_no_token_are_dropped(tmp_path: Path) -> None:
     assert prepared.report["train"]["documents"] + prepared.report["validation"]["documents"] == 64
 
 
-def test_another_template_at_home_is_noticed(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_template_at_home_is_noticed(tokenizer, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     template = tmp_path / "chat.jinja"
     template.write_text(tokenizer.chat_template)
@@ -100,9 +98,7 @@ def test_another_template_at_home_is_noticed(
         prepare(tmp_path, tokenizer, CHATS, template="~/chat.jinja")
 
 
-def test_rows_are_made_once(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_made_once(tokenizer, tmp_path, monkeypatch) -> None:
     first = prepare(tmp_path, tokenizer, CHATS)
     monkeypatch.setattr("poss_jax.data.prepared.load_documents", None)
     again = prepare(tmp_path, tokenizer, CHATS[:1])  # another content of the same source
@@ -147,9 +143,7 @@ def test_every_flipped_bit_of_the_rows_is_noticed(tokenizer: Any, tmp_path: Path
         (TOKENS, {"packing": "none", "train_on": "all"}, "none"),
     ],
 )
-def test_packings(
-    tokenizer: Any, tmp_path: Path, records: list, settings: dict, shape: str
-) -> None:
+def test_packings(tokenizer, tmp_path, records, settings, shape) -> None:
     prepared = prepare(tmp_path, tokenizer, records, **settings)
     rows, most = prepared.train, prepared.train.documents.max()
     assert rows.tokens.shape[1] == 64 and prepared.report["packing"] == shape
@@ -183,9 +177,7 @@ WRITTEN = [{"text": f"<s>### user\nHi {n}\n### assistant\nHello.</s>\n"} for n i
         (CHATS, {"format": "chat"}, "40 of 40 records cannot be used .no list of messages 40"),
     ],
 )  # fmt: skip
-def test_what_is_refused(
-    tokenizer: Any, tmp_path: Path, records: list, settings: dict, error: str
-) -> None:
+def test_what_is_refused(tokenizer, tmp_path, records, settings, error) -> None:
     with pytest.raises(UserError, match=error.replace("|", r"\|")) as caught:
         prepare(tmp_path, tokenizer, records, **settings)
     assert "\n" not in str(caught.value)

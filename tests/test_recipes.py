@@ -58,12 +58,7 @@ def test_recipe_is_the_published_method(folder, name):
     assert sum(spans) == (depth if name.startswith("poss") else 1)
     assert run.objective.top_k_weight == (1.0 if name == "hass" else 0.0)
     assert run.optimizer == OptimizerConfig(
-        learning_rate=3e-5,
-        warmup_fraction=0.01,
-        b1=0.9,
-        b2=0.95,
-        weight_decay=0.01,
-        clip_value=0.5,
+        learning_rate=3e-5, warmup_fraction=0.01, b1=0.9, b2=0.95, weight_decay=0.01, clip_value=0.5
     )
     assert (run.num_epochs, run.data.sequence_length, run.batch_size) == (20, 2048, 8)
     assert run.init_draft is not None and run.output == f"runs/{folder}/{name}"

@@ -53,18 +53,14 @@ def engine(target: str) -> Engine:
         ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
     ],
 )
-def test_recommendation_is_the_generation_config(
-    tmp_path: Path, values: dict[str, Any] | None, expected: dict[str, Any]
-) -> None:
+def test_recommendation_is_the_generation_config(tmp_path, values, expected) -> None:
     if values is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(values))
     assert recommended_sampling(tmp_path) == SamplingConfig(**expected)
 
 
 @pytest.mark.parametrize("values", [{"temperature": "hot"}, {"do_sample": True, "top_p": 2}])
-def test_malformed_recommendation_is_one_line(
-    runs: Runs, tmp_path: Path, values: dict[str, Any]
-) -> None:
+def test_malformed_recommendation_is_one_line(runs, tmp_path, values) -> None:
     folder = tmp_path / "model"
     copy_model(runs.model("target"), folder)
     (folder / "generation_config.json").write_text(json.dumps(values))
@@ -88,15 +84,11 @@ def test_default_target_samples_as_its_model_card_says(tmp_path: Path) -> None:
         ({"min_p": 0.5, "seed": 3}, SamplingConfig(**FIELDS, min_p=0.5, seed=3)),
     ],
 )
-def test_explicit_settings_win_one_by_one(
-    options: dict[str, Any], expected: SamplingConfig
-) -> None:
+def test_explicit_settings_win_one_by_one(options, expected) -> None:
     assert SamplingOptions(**options).over(CHOSEN) == expected
 
 
-def test_generate_chat_and_server_share_the_defaults(
-    engine: Engine, target: str, tmp_path: Path
-) -> None:
+def test_generate_chat_and_server_share_the_defaults(engine, target, tmp_path) -> None:
     assert engine.recommended == CHOSEN
     (line,) = generate(target, None, tmp_path, "--prompt", "def")
     assert SamplingConfig(**line["sampling"]) == CHOSEN

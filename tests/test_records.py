@@ -65,9 +65,7 @@ LIST = [{"text": f"text {n}", "n": n, "list": [n, {"[": "]"}]} for n in range(50
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_json_lists_are_read_whatever_the_file_is_called(
-    tmp_path: Path, indent: int | None
-) -> None:
+def test_json_lists_are_read_whatever_the_file_is_called(tmp_path, indent) -> None:
     path = tmp_path / "list.jsonl"  # what it holds counts, not how it is called
     path.write_text(" \n" + json.dumps([*LIST, 12, *LIST], indent=indent) + "\n")
     read = [record for _, record in read_records(DataConfig(source=str(path)))]

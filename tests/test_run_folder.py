@@ -119,9 +119,7 @@ def test_same_config_continues_in_place(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_config_names_the_first_difference(
-    tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_other_config_names_the_first_difference(tmp_path, changes, named) -> None:
     start(config_for(tmp_path / "a"))
     before = files(tmp_path)
     with pytest.raises(UserError, match=f"a run with another config {named}; .*--overwrite"):
@@ -172,9 +170,7 @@ def test_run_without_its_config_is_refused(tmp_path: Path, content: str | None) 
 @pytest.mark.parametrize(
     "content", [None, "learning_rate: 1", "- a list", "stage: [", "\x00"], ids=repr
 )
-def test_folder_of_something_else_is_refused(
-    tmp_path: Path, content: str | None, overwrite: bool
-) -> None:
+def test_folder_of_something_else_is_refused(tmp_path, content, overwrite) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
     if content is not None:
@@ -235,9 +231,7 @@ def test_restores_the_last_saved_state(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("resumed_after", [0, 2, 4])
-def test_keeps_the_newest_and_the_best(
-    tmp_path: Path, scores: list[float | None], kept: list[int], best: int, resumed_after: int
-) -> None:
+def test_keeps_the_newest_and_the_best(tmp_path, scores, kept, best, resumed_after) -> None:
     start(config_for(tmp_path / "a"))
     folder = RunFolder(config_for(tmp_path / "a"))
     for step, score in enumerate(scores, start=1):
@@ -267,9 +261,7 @@ def test_keeps_the_newest_and_the_best(
     ],
 )
 @pytest.mark.parametrize("when", ["save", "exported", "close"])
-def test_failed_save_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, raised: Exception, reason: str
-) -> None:
+def test_failed_save_is_one_line(tmp_path, monkeypatch, when, raised, reason) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise raised
 
@@ -358,9 +350,7 @@ def test_unreadable_checkpoint_is_one_line(tmp_path: Path, item: str) -> None:
     assert resume(folder) == (1, [1])
 
 
-def test_checkpoint_whose_removal_is_cut_short_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_whose_removal_is_cut_short_does_not_count(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         folder = saved_run(tmp_path / "a", [None] * 4)

@@ -29,10 +29,7 @@ from poss_jax.model.documents import encode
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Params
 
-TREES = {
-    1: TreeConfig(depth=2, top_k=2, total_tokens=6),
-    4: None,
-}
+TREES = {1: TreeConfig(depth=2, top_k=2, total_tokens=6), 4: None}
 SETTINGS = [
     SamplingConfig(),
     SamplingConfig(temperature=1.0, seed=1),
@@ -144,9 +141,7 @@ def test_requests_that_come_at_once_compile_nothing(engine: Engine, warm: Schedu
     assert warm.stats.compilations == 0
 
 
-def test_choices_of_a_prompt_read_it_once(
-    engine: Engine, warm: Scheduler, monkeypatch: pytest.MonkeyPatch
-):
+def test_choices_of_a_prompt_read_it_once(engine, warm, monkeypatch):
     extend = MagicMock(side_effect=steps.extend)
     monkeypatch.setattr(steps, "extend", extend)
     one = engine.prepare([1 + i % 60 for i in range(30)], 9)
@@ -370,9 +365,7 @@ async def read_all(*streams: Ticket, tokens: list[int], interval: float = 0.0) -
 @pytest.mark.parametrize("behind", [[], [END], [PART, END], [Closed("later")]])
 @pytest.mark.parametrize("interval", [0.0, 0.02])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_text_comes_before_the_error_that_ended_it(
-    engine: Engine, num_parts: int, behind: list[Chunk | Exception], interval: float, is_late: bool
-):
+def test_text_comes_before_the_error_that_ended_it(engine, num_parts, behind, interval, is_late):
     """However readers are timed: nothing behind an error is read, and the error always is."""
     prompt = engine.prepare([1, 2], 40)
 
@@ -404,9 +397,7 @@ def test_text_comes_before_the_error_that_ended_it(
     assert tokens == [3] * num_parts
 
 
-def test_an_answer_whose_grammar_fails_ends_with_its_error(
-    engine: Engine, cold: Scheduler, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_answer_whose_grammar_fails_ends_with_its_error(engine, cold, monkeypatch):
     add, num_rounds = LiveAnswer.add, 0
 
     def failing(answer: LiveAnswer, new: Round) -> Chunk:
@@ -505,9 +496,7 @@ def test_an_error_reaches_those_who_wait(engine: Engine, cold: Scheduler, monkey
     assert not cold.drain()
 
 
-def test_more_biases_and_stop_ids_than_slots_have_room_for_are_refused(
-    engine: Engine, warm: Scheduler
-):
+def test_more_biases_and_stop_ids_than_slots_have_room_for_are_refused(engine, warm):
     biases = dict.fromkeys(range(301), 1.0)
     prompt = engine.prepare([1, 2, 3], 4)
     with pytest.raises(UserError, match=r"^logit_bias: want at most 300 tokens, got 301$"):
@@ -518,9 +507,7 @@ def test_more_biases_and_stop_ids_than_slots_have_room_for_are_refused(
     assert warm.error is None
 
 
-def test_a_text_whose_cancelling_fails_is_told_too(
-    engine: Engine, cold: Scheduler, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_text_whose_cancelling_fails_is_told_too(engine, cold, monkeypatch):
     def fail(self: LiveAnswer) -> None:
         raise ValueError("a tokenizer's own")
 
@@ -546,9 +533,7 @@ def test_a_panic_ends_the_thread_and_is_told(engine: Engine, monkeypatch: pytest
     scheduler.close()
 
 
-def test_other_weights_while_a_prompt_is_half_read(
-    engine: Engine, warm: Scheduler, monkeypatch: pytest.MonkeyPatch
-):
+def test_other_weights_while_a_prompt_is_half_read(engine, warm, monkeypatch):
     extend, updates = Slots.extend, []
 
     def ask(slots: Slots, first: int, last: int) -> None:
@@ -572,9 +557,7 @@ def test_other_weights_while_a_prompt_is_half_read(
     assert not update.is_alive()
 
 
-def test_requests_that_are_submitted_together_are_taken_or_refused_together(
-    engine: Engine, cold: Scheduler
-):
+def test_requests_that_are_submitted_together_are_taken_or_refused_together(engine, cold):
     many = [engine.prepare([i], 8) for i in range(1, 6)]
     streams = cold.submit_all(many)  # more than may wait, but nobody waits
     with pytest.raises(QueueFull):

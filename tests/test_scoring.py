@@ -1,7 +1,5 @@
 """Log-probabilities of prompts, chunk by chunk, beside a pass over the whole text."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,9 +26,7 @@ def expected(runs: Runs) -> np.ndarray:
 
 
 @pytest.mark.parametrize("settings", [{}, {"mesh": MeshConfig(data=4, tensor=2)}], ids=str)
-def test_prompts_are_scored_as_one_pass_scores_them(
-    runs: Runs, expected: np.ndarray, settings: Any
-) -> None:
+def test_prompts_are_scored_as_one_pass_scores_them(runs, expected, settings) -> None:
     engine = Engine.load(runs.model("target"), runs.model("poss2"), **settings)
     for length in (1, 2, 32, 33, 200) if not settings else (33,):  # a chunk has 32
         found = score_prompt(engine, TEXT[:length], num_logprobs=3, max_length=256)

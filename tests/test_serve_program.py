@@ -207,9 +207,7 @@ def test_wrong_input_is_one_line(runs: Runs, arguments: list[str], named: str) -
     assert named in refusal(main, *given, *arguments)
 
 
-def test_it_ends_when_decoding_fails(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_ends_when_decoding_fails(runs, monkeypatch, caplog) -> None:
     def fail(self: Scheduler) -> None:
         raise MemoryError("no room for a program")
 

@@ -105,9 +105,7 @@ def offline(engine: Engine, prompts: list[Any], options: Any = (), **more: Any) 
 
 
 @pytest.mark.parametrize("num_requests", [90, pytest.param(560, marks=pytest.mark.slow)])
-def test_requests_of_all_kinds_compile_nothing(
-    served: Served, client: openai.OpenAI, num_requests: int
-) -> None:
+def test_requests_of_all_kinds_compile_nothing(served, client, num_requests) -> None:
     others = [{}, {"stop": ["width"]}, {"n": 3}, {"logprobs": 3}, {"ignore_eos": True}]
     kinds = list(product(SETTINGS, others, [False, True]))
 
@@ -142,17 +140,13 @@ def test_a_service_that_failed_is_not_ready(error: Exception | None) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
-def test_texts_are_those_of_generate(
-    served: Served, client: openai.OpenAI, options: dict[str, Any], is_streamed: bool
-) -> None:
+def test_texts_are_those_of_generate(served, client, options, is_streamed) -> None:
     expected = offline(served.engine, PROMPTS[:1], options)
     assert texts(complete(client, PROMPTS[0], stream=is_streamed, **options)) == [expected[0].text]
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
-def test_texts_are_the_same_without_drafts(
-    served: Served, client: openai.OpenAI, options: dict[str, Any]
-) -> None:
+def test_texts_are_the_same_without_drafts(served, client, options) -> None:
     stats, (expected,) = served.scheduler.stats, offline(served.engine, PROMPTS[:1], options)
     compiled = stats.compilations
     reply = complete(client, PROMPTS[0], draft=False, **options)
@@ -166,9 +160,7 @@ def test_texts_are_the_same_without_drafts(
 
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
 @pytest.mark.parametrize("num_prompts", [1, 2])
-def test_choices_have_seeds_of_their_own(
-    served: Served, client: openai.OpenAI, num_prompts: int, as_ids: bool
-) -> None:
+def test_choices_have_seeds_of_their_own(served, client, num_prompts, as_ids) -> None:
     prompts: list[Any] = PROMPTS[:num_prompts]
     if as_ids:
         prompts = [served.engine.encode(prompt) for prompt in prompts]
@@ -307,9 +299,7 @@ def test_text_is_never_cut_within_a_character(served: Served, client: openai.Ope
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_forced_call(
-    served: Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
-) -> None:
+def test_a_forced_call(served, client, monkeypatch, is_streamed) -> None:
     template = "{{ tools[0].function.name }}{{ messages[-1].content }}<tool_call>"
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)
     schema = {"properties": {"n": {"enum": ["a", "b"]}}, "required": ["n"]}
@@ -337,9 +327,7 @@ def test_a_forced_call(
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
-def test_an_answer_is_continued_anywhere(
-    served: Served, client: openai.OpenAI, options: dict[str, Any]
-) -> None:
+def test_an_answer_is_continued_anywhere(served, client, options) -> None:
     options = {"return_token_ids": True, "ignore_eos": True, **options}
     whole = complete(client, PROMPTS[0], max_tokens=40, **options).choices[0]
     for count in (1, 17, 39):
@@ -386,9 +374,7 @@ def spaces(served: Served, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"logit_bias": biases, "temperature": 1.0, "seed": 2, "return_token_ids": True}
 
 
-def test_the_space_before_an_answer(
-    served: Served, client: openai.OpenAI, spaces: dict[str, Any]
-) -> None:
+def test_the_space_before_an_answer(served, client, spaces) -> None:
     (word,) = served.engine.tokenizer.convert_tokens_to_ids(["▁a"])
     for is_streamed in (False, True):
         for prompt in ([word], "é"):
@@ -492,9 +478,7 @@ def test_logprobs_of_a_completion(served: Served, client: openai.OpenAI, target:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_logprobs_of_an_echo_are_those_of_the_answer(
-    served: Served, client: openai.OpenAI, is_streamed: bool
-) -> None:
+def test_logprobs_of_an_echo_are_those_of_the_answer(served, client, is_streamed) -> None:
     """Evaluators ask for prompts alone; the first token has no log-probability."""
     options = {"logprobs": 3, "temperature": 1.0, "seed": SEED, "return_token_ids": True}
     answer = complete(client, PROMPTS[0], **options).choices[0]
@@ -681,9 +665,7 @@ def test_what_completions_are_refused(client: openai.OpenAI, param: str, options
         ("", "body: want a JSON object, with Content-Type: application/json", None),
     ],
 )
-def test_refusals_name_the_field(
-    served: Served, body: str, message: str, param: str | None
-) -> None:
+def test_refusals_name_the_field(served, body, message, param) -> None:
     error = served.post("/v1/completions", body.encode()).json()["error"]
     assert (error["message"][: len(message)], error["param"]) == (message, param)
 
@@ -718,9 +700,7 @@ def test_another_model_is_not_found(client: openai.OpenAI) -> None:
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-def test_unknown_fields_are_ignored(
-    client: openai.OpenAI, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_fields_are_ignored(client, caplog) -> None:
     (plain,) = texts(complete(client, PROMPTS[0]))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -840,9 +820,7 @@ def test_errors_name_no_paths(runs: Runs, served: Served) -> None:
     ("guide", "arrived", "compiled", "expected"),
     [(None, 5.0, 0.0, 750), ("a grammar", 5.0, 0.0, 4250), (None, 10.0, 0.25, None)],
 )
-def test_log_says_what_an_answer_waited_for(
-    guide: str | None, arrived: float, compiled: float, expected: int | None
-) -> None:
+def test_log_says_what_an_answer_waited_for(guide, arrived, compiled, expected) -> None:
     """Programs were ready at 5.5 seconds, for grammars at 9; a quarter was compiled in between."""
     scheduler = SimpleNamespace(
         compilation=SimpleNamespace(ready_at=5.5, guided_at=9.0),

@@ -246,9 +246,7 @@ def test_types_are_those_of_json(field: str, value: Any) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("is_ascii", [True, False])
-def test_lists_and_objects_are_counted_outside_of_texts(
-    monkeypatch: pytest.MonkeyPatch, value: Any, is_ascii: bool
-) -> None:
+def test_lists_and_objects_are_counted_outside_of_texts(monkeypatch, value, is_ascii) -> None:
     def count(value: Any) -> int:
         parts = list(value.values()) if isinstance(value, dict) else value
         return 1 + sum(map(count, parts)) if isinstance(value, list | dict) else 0
@@ -296,9 +294,7 @@ def test_a_long_role_is_refused_before_it_is_rendered(served: Served) -> None:
     assert len(error["message"]) < 300
 
 
-def test_how_many_log_probabilities_a_reply_may_have(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_many_log_probabilities_a_reply_may_have(served, monkeypatch) -> None:
     """One choice of full length may always have all."""
     monkeypatch.setattr(requests, "_MOST_LOGPROBS", 1000)
 
@@ -311,9 +307,7 @@ def test_how_many_log_probabilities_a_reply_may_have(
         ask(16, 17)
 
 
-def test_bodies_are_read_beside_the_event_loop_and_large_ones_in_turn(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_are_read_beside_the_event_loop_and_large_ones_in_turn(served, monkeypatch) -> None:
     parse, loops, together, most = service.parse_body, [], 0, 0
 
     def watch(*args: Any) -> Any:
@@ -355,9 +349,7 @@ def test_bodies_are_read_beside_the_event_loop_and_large_ones_in_turn(
         *((path, "", 200) for path in ("/", "/health", "/ready", "/version", "/metrics")),
     ],
 )
-def test_the_api_wants_the_key_and_probes_do_not(
-    served: Served, path: str, key: str, status: int
-) -> None:
+def test_the_api_wants_the_key_and_probes_do_not(served, path, key, status) -> None:
     lines = [f"GET {path} HTTP/1.1", "host: a", "connection: close", f"authorization: {key}"]
     answer = served.exchange("\r\n".join([*lines, "", ""]).encode())
     assert answer.startswith(b"HTTP/1.1 %d" % status)
@@ -384,9 +376,7 @@ def test_more_requests_than_there_may_be(served: Served) -> None:
     until(lambda: guard._num_requests == 0)
 
 
-def test_a_body_that_breaks_off_is_no_error_of_the_server(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_body_that_breaks_off_is_no_error_of_the_server(served, caplog) -> None:
     for _ in range(3):
         served.connect(request_bytes("/v1/completions", LONG, AUTH)[:-9]).close()
     until(lambda: served.server.config.app._num_requests == 0)
@@ -507,16 +497,12 @@ def test_no_request_is_an_error_of_the_server(served: Served) -> None:
         (("x" * 10_000,), "characters are more than 256 new tokens can write"),
     ],
 )
-def test_stop_strings_of_a_server_are_checked_as_it_starts(
-    served: Served, stop: tuple[str, ...], error: str
-) -> None:
+def test_stop_strings_of_a_server_are_checked_as_it_starts(served, stop, error) -> None:
     with pytest.raises(UserError, match=error):
         make_slots(served.service.engine, replace(served.service.config, stop=stop))
 
 
-def test_an_application_that_fails_ends_its_thread(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_application_that_fails_ends_its_thread(served, monkeypatch) -> None:
     monkeypatch.setattr(Scheduler, "warm_up", lambda self: None)
     app = create_app(served.service.config, served.engine)
 
@@ -536,9 +522,7 @@ def test_log_probabilities_may_be_off(served: Served) -> None:
         read_completion(served.service.engine, config, body)
 
 
-def test_a_continued_text_is_decoded_beside_the_event_loop(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_continued_text_is_decoded_beside_the_event_loop(served, monkeypatch) -> None:
     loops, submit = [], served.scheduler.submit_all
 
     def watch(*args: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ from test_mesh import E3, EIGHT, POSS, SAMPLED, TREE, random_engine
 from infer import serve
 from poss_jax import Engine, SamplingConfig, UserError
 from poss_jax.config.decoding import ServeConfig
-from poss_jax.config.models import DraftConfig, MeshConfig
+from poss_jax.config.models import MeshConfig
 from poss_jax.engine import leader
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.leader import Leader, follow
@@ -65,9 +65,7 @@ def serve_all(scheduler: Scheduler, engine: Engine) -> list[Any]:
         pytest.param(E3, tuple(range(0, 256, 2)), (1, 4), id="2 heads", marks=pytest.mark.slow),
     ],
 )
-def test_eight_devices_serve_the_texts_of_one_and_compile_nothing(
-    draft: DraftConfig, vocabulary: Any, sizes: tuple[int, ...]
-) -> None:
+def test_eight_devices_serve_the_texts_of_one_and_compile_nothing(draft, vocabulary, sizes) -> None:
     """Two key heads do not divide among eight devices."""
     alike = {"vocabulary": vocabulary, "num_layers": 1 + max(draft.aux_layers, default=0)}
     engine, alone = (random_engine(draft, mesh, **alike) for mesh in (EIGHT, None))
@@ -128,9 +126,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
-def test_a_follower_holds_the_texts_of_the_leader(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follower_holds_the_texts_of_the_leader(store, monkeypatch) -> None:
     engine = random_engine(POSS, None, num_layers=1)
     ours, theirs = (
         Slots(engine, sizes=(1, 4), max_length=128, max_prefix_bytes=2**20) for _ in range(2)
@@ -153,9 +149,7 @@ def test_a_follower_holds_the_texts_of_the_leader(
         np.testing.assert_array_equal(a, b)
 
 
-def test_followers_are_dismissed_when_the_scheduler_fails(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_followers_are_dismissed_when_the_scheduler_fails(store, monkeypatch) -> None:
     slots = Slots(random_engine(POSS, None), sizes=(1,), max_length=128)
     monkeypatch.setattr(slots, "begin", lambda prompt: 1 / 0)
     with monkeypatch.context() as patch:
@@ -167,9 +161,7 @@ def test_followers_are_dismissed_when_the_scheduler_fails(
     follow(slots)
 
 
-def test_old_steps_leave_the_store_and_a_lost_leader_is_an_error(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_steps_leave_the_store_and_a_lost_leader_is_an_error(store, monkeypatch) -> None:
     monkeypatch.setattr(leader, "_KEPT", 3)
     slots = FakeSlots()
     told: Any = Leader(slots)
@@ -286,9 +278,7 @@ def check_scores(address: str, engine: Engine) -> None:
         (signal.SIGKILL, [{-signal.SIGKILL}, {-signal.SIGABRT, UNEXPECTED}]),
     ],
 )
-def test_two_processes_serve_one_model_and_end_together(
-    fixtures: Path, tmp_path: Path, told: signal.Signals, codes: list[set[int]]
-) -> None:
+def test_two_processes_serve_one_model_and_end_together(fixtures, tmp_path, told, codes) -> None:
     models = fixtures / "format_v1"
     engine = Engine.load(models / "target", models / "draft", tree=TREE)
     settings = [

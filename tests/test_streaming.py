@@ -50,12 +50,7 @@ def chunks_of(engine: Engine, prompt: Any, **options: Any) -> tuple[list[Chunk],
 
 
 @pytest.mark.parametrize(("kind", "sampling"), [("greedy", None), ("sampled", SAMPLED)])
-def test_chunks_make_the_answer_of_generate(
-    engine: Engine,
-    answers: dict[str, list[Generation]],
-    kind: str,
-    sampling: SamplingConfig | None,
-) -> None:
+def test_chunks_make_the_answer_of_generate(engine, answers, kind, sampling) -> None:
     assert any("\ufffd" in (answer.text or "") for answer in answers["sampled"])
     for prompt, expected in zip(PROMPTS, answers[kind], strict=True):
         chunks, answer = chunks_of(engine, prompt, sampling=sampling)
@@ -72,9 +67,7 @@ def test_chunks_make_the_answer_of_generate(
             assert chunk.depths == [*range(1, num_drafted + 1), *own]
 
 
-def test_pieces_are_marked_as_their_tokens_are(
-    engine: Engine, answers: dict[str, list[Generation]]
-) -> None:
+def test_pieces_are_marked_as_their_tokens_are(engine, answers) -> None:
     expected = answers["greedy"][0]
     tokens = [engine.tokenizer.decode([token]) for token in expected.output_ids]
     assert "\ufffd" not in "".join(tokens)  # so that every token is a piece
@@ -85,12 +78,7 @@ def test_pieces_are_marked_as_their_tokens_are(
 
 
 @pytest.mark.parametrize(("kind", "sampling"), [("greedy", None), ("sampled", SAMPLED)])
-def test_stop_strings_at_every_place_of_an_answer(
-    engine: Engine,
-    answers: dict[str, list[Generation]],
-    kind: str,
-    sampling: SamplingConfig | None,
-) -> None:
+def test_stop_strings_at_every_place_of_an_answer(engine, answers, kind, sampling) -> None:
     whole = answers[kind][0]
     text, decode = whole.text or "", engine.tokenizer.decode
     for at in range(0, len(text) - 3, 4):
@@ -145,9 +133,7 @@ def ngrams(text: str, length: int) -> list[str]:
     return [text[i : i + length] for i in range(len(text) - length + 1)]
 
 
-def test_stop_strings_in_batches_end_each_row_by_itself(
-    engine: Engine, answers: dict[str, list[Generation]]
-) -> None:
+def test_stop_strings_in_batches_end_each_row_by_itself(engine, answers) -> None:
     first, second, _ = [answer.text or "" for answer in answers["greedy"]]
     stop = ["never there", next(ngram for ngram in ngrams(first, 6) if ngram not in second)]
     alone = [chunks_of(engine, prompt, stop=stop)[1] for prompt in PROMPTS]
@@ -201,9 +187,7 @@ def test_stop_tokens_end_a_stream(engine: Engine, answers: dict[str, list[Genera
     assert "".join(chunk.text for chunk in chunks) == engine.tokenizer.decode(whole[: first[stop]])
 
 
-def test_without_tokenizer_there_are_tokens_and_no_text(
-    engine: Engine, answers: dict[str, list[Generation]]
-) -> None:
+def test_without_tokenizer_there_are_tokens_and_no_text(engine, answers) -> None:
     ids, tokenizer = engine.encode(PROMPTS[0]), engine.tokenizer
     engine.tokenizer = None
     try:
@@ -225,9 +209,7 @@ def test_without_tokenizer_there_are_tokens_and_no_text(
         ("x", {"sampling": SamplingConfig(logit_bias={300: 1})}, "logit_bias: want token ids of 0"),
     ],
 )
-def test_what_is_wrong_is_said_before_the_first_chunk(
-    engine: Engine, prompt: Any, options: dict[str, Any], error: str
-) -> None:
+def test_what_is_wrong_is_said_before_the_first_chunk(engine, prompt, options, error) -> None:
     with pytest.raises(UserError, match=error):
         engine.stream(prompt, max_new_tokens=N, **options)
 
@@ -262,9 +244,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, d
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_streamed_text_is_what_is_printed_otherwise(
-    models: list[str], prompts: str, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_streamed_text_is_what_is_printed_otherwise(models, prompts, kind, capsys) -> None:
     arguments = [*models, "--prompts", prompts, *OPTIONS[kind]]
     assert printed(capsys, *arguments, "--stream") == printed(capsys, *arguments)
 
@@ -277,14 +257,7 @@ def test_streamed_text_is_what_is_printed_otherwise(
         ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, BRACKETS),
     ],
 )
-def test_drafts_are_marked(
-    models: list[str],
-    answers: dict[str, list[Generation]],
-    variables: dict[str, str],
-    marks: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_drafts_are_marked(models, answers, variables, marks, monkeypatch, capsys) -> None:
     set_colours(monkeypatch, **variables)
     options = ["--max-new-tokens", str(N), "--stream", "--show-drafts"]
     main([*models, "--prompt", PROMPTS[0], *options])
@@ -314,9 +287,7 @@ def test_terminals_get_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text_marks() == BRACKETS
 
 
-def test_terminals_obey_nothing_in_a_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_terminals_obey_nothing_in_a_text(monkeypatch, capsys) -> None:
     """Such as a title, a cursor moved up, or letters turned around; files get it as it is."""
     text = "a\x1b]0;title\x07\x9b2A\r\x7f\u202eb\n\té\u200d中"
     chunk = Chunk([Piece(text, 0)], [], [])
@@ -329,13 +300,8 @@ def test_terminals_obey_nothing_in_a_text(
 
 
 def test_interrupted_stream_keeps_what_was_printed_and_the_finished_answers(
-    models: list[str],
-    prompts: str,
-    answers: dict[str, list[Generation]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    models, prompts, answers, tmp_path, monkeypatch, capsys
+):
     first, second = answers["greedy"][:2]
     show, shown = Screen.show, []
 

@@ -11,13 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
 from poss_jax.data.tokenizer import load_tokenizer
-from poss_jax.engine.text import (
-    Piece,
-    TextStream,
-    check_stop,
-    decode_behind,
-    find_anchor,
-)
+from poss_jax.engine.text import Piece, TextStream, check_stop, decode_behind, find_anchor
 
 WORDS = [
     "a",
@@ -175,9 +169,7 @@ def test_long_runs_of_broken_bytes_are_decoded_in_pieces(monkeypatch: pytest.Mon
     ],
     ids=["level", "fallback"],
 )
-def test_a_character_appears_with_its_last_byte(
-    tokenizer: PreTrainedTokenizerFast, expected: list[str]
-) -> None:
+def test_a_character_appears_with_its_last_byte(tokenizer, expected) -> None:
     assert shown(tokenizer, spell(tokenizer, "x中y"))[0] == expected
 
 

@@ -27,11 +27,7 @@ from poss_jax.serving.requests import Job, read_chat, read_text
 from poss_jax.serving.tools import FORMS, Caller, CallReader, find_format, marks_of
 
 CONFIG = ServeConfig(target="none")
-CALLING = {
-    "hermes": "chatml, tools",
-    "llama3": "llama-3.1, tools",
-    "mistral": "mistral, tools",
-}
+CALLING = {"hermes": "chatml, tools", "llama3": "llama-3.1, tools", "mistral": "mistral, tools"}
 LISBON, PORTO = ({"name": "weather", "arguments": {"city": city}} for city in ("Lisbon", "Pôrto"))
 LOOK = {"name": "weather", "parameters": {"city": "Lisbon"}}
 HERMES = "<tool_call>\n{}\n</tool_call>".format
@@ -138,7 +134,7 @@ def answers(draw: Any) -> list[Any]:
 @given(answers(), CUTS, st.sampled_from([None, 1]))
 def test_texts_and_calls_are_kept_as_they_are(
     parts: list[Any], cuts: list[int], indent: int | None
-) -> None:
+):
     """Blanks beside a call are kept between texts; marks within a call's strings are letters."""
     texts = [part for part in parts if isinstance(part, str)]
     calls = [part for part in parts if isinstance(part, dict)]
@@ -175,9 +171,7 @@ SOUP += [
 
 @DRAWN
 @given(st.sampled_from([*FORMS]), st.lists(st.sampled_from(SOUP), max_size=12), CUTS)
-def test_any_answer_reads_the_same_in_any_parts(
-    form: str, pieces: list[str], cuts: list[int]
-) -> None:
+def test_any_answer_reads_the_same_in_any_parts(form: str, pieces: list[str], cuts: list[int]):
     answer = "".join(pieces)
     shown = read_parts(form, answer)
     assert read_parts(form, *cut_at(answer, cuts)) == read_parts(form, *answer) == shown

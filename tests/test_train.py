@@ -113,9 +113,7 @@ def _quality(validation: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("name", ["target", "poss2"])
-def test_finished_run_is_not_trained_again(
-    runs: Runs, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_run_is_not_trained_again(runs, name, monkeypatch, capsys) -> None:
     def no_step(*_: Any) -> None:
         raise AssertionError("trained again")
 
@@ -131,9 +129,7 @@ def test_finished_run_is_not_trained_again(
     assert snapshot(runs.root / name / "model") == before
 
 
-def test_dry_run_prints_sizes_and_writes_nothing(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_prints_sizes_and_writes_nothing(runs, tmp_path, capsys) -> None:
     config = config_file(runs, tmp_path / "in", TARGET, output=str(tmp_path / "out" / "run"))
     main(["--config", config, "num_tokens=65", "--dry-run"])
     layer = 32 + 32 * 32 + 2 * 32 * 16 + 32 * 32 + 32 + 3 * 32 * 48
@@ -200,14 +196,8 @@ def at_model() -> tuple[Any, str, Callable[..., Any]]:
     ],
 )
 def test_crashed_run_ends_like_an_uninterrupted_one(
-    runs: Runs,
-    tmp_path: Path,
-    name: str,
-    values: dict[str, Any],
-    crashes: list[tuple[Any, str, Callable[..., Any]]],
-    starts: list[int | None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    runs, tmp_path, name, values, crashes, starts, monkeypatch
+):
     """Bit for bit: weights and metrics, killed at any point, with a metrics line half written."""
     folder = tmp_path / "run"
     config = config_file(runs, tmp_path, values)
@@ -230,9 +220,7 @@ def test_crashed_run_ends_like_an_uninterrupted_one(
         np.testing.assert_array_equal(got, want)
 
 
-def test_model_is_of_the_best_checkpoint(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_is_of_the_best_checkpoint(runs, tmp_path, monkeypatch, capsys) -> None:
     """The first of three validations is called the best; the model is written by a second run."""
     config = config_file(runs, tmp_path, POSS2, keep_checkpoints=1)
     scores = iter([3.0, 1.0, 2.0])
@@ -315,18 +303,14 @@ def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
 # Bad input
 
 
-def test_dry_run_shows_the_sample_before_it_refuses_the_batch(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_shows_the_sample_before_it_refuses_the_batch(runs, tmp_path, capsys) -> None:
     config = config_file(runs, tmp_path / "in", TARGET, output=str(tmp_path / "out" / "run"))
     error = refusal(main, "--config", config, "batch_size=1000", "--dry-run")
     assert error.endswith("or lower batch_size (batch_size=1)")
     assert f"\n{BRACKETS[0]}<s>def area_" in capsys.readouterr().out
 
 
-def test_names_of_data_files_are_printed_without_control_characters(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_data_files_are_printed_without_control_characters(runs, tmp_path, capsys) -> None:
     texts = [{"text": f"def area_{number}(): return {number}"} for number in range(60)]
     write_lines(tmp_path / "bad\x1b[31m.jsonl", "junk", *texts)
     config = config_file(runs, tmp_path / "in", TARGET, output=str(tmp_path / "run"))
@@ -342,9 +326,7 @@ def test_names_of_data_files_are_printed_without_control_characters(
         ("runs/t/model", "train it first: poss train --config FILE, where FILE has output: runs/t"),
     ],
 )
-def test_missing_target_names_the_command_that_makes_it(
-    runs: Runs, tmp_path: Path, folder: str, advice: str
-) -> None:
+def test_missing_target_names_the_command_that_makes_it(runs, tmp_path, folder, advice) -> None:
     config = config_file(runs, tmp_path, DRAFT)
     assert refusal(main, "--config", config, f"target={folder}", "--dry-run").endswith(advice)
 
@@ -382,9 +364,7 @@ def test_quantised_target_names_what_it_was_made_from(runs: Runs, tmp_path: Path
         (DRAFT, "validation_depth=40", "validation_depth 40 does not fit rows of 32 tokens"),
     ],
 )
-def test_bad_config_is_refused_and_leaves_nothing(
-    runs: Runs, tmp_path: Path, values: dict[str, Any], override: str, error: str
-) -> None:
+def test_bad_config_is_refused_and_leaves_nothing(runs, tmp_path, values, override, error) -> None:
     names = {name: runs.model(name) for name in ("target", "eagle", "poss2")}
     override = override.format(**names, text=runs.root / "text")
     config = config_file(runs, tmp_path / "in", values, output=str(tmp_path / "out" / "run"))
@@ -392,9 +372,7 @@ def test_bad_config_is_refused_and_leaves_nothing(
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
-def test_a_step_that_cannot_fit_is_refused_and_leaves_nothing(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_cannot_fit_is_refused_and_leaves_nothing(runs, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("train.memory.device_memory", lambda: 1000)
     config = config_file(runs, tmp_path / "in", DRAFT, output=str(tmp_path / "out" / "run"))
     assert "a step needs at least" in refusal(main, "--config", config)

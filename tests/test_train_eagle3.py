@@ -93,9 +93,7 @@ def test_a_vocabulary_for_the_target_s_head(runs: Runs, vocabulary: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_features_on_disk_are_those_of_the_step(
-    runs: Runs, run: Path, vocabulary: Path, tmp_path: Path
-) -> None:
+def test_features_on_disk_are_those_of_the_step(runs, run, vocabulary, tmp_path) -> None:
     wanted = E3["specialists"] | {"draft_vocabulary": str(vocabulary)}
     cache = {"cache": str(tmp_path / "cache")}
     config = config_file(runs, tmp_path, E3, specialists=wanted, features=cache, dtype="bfloat16")

@@ -88,9 +88,7 @@ def test_frozen_specialists(runs: Runs, tmp_path: Path) -> None:
             assert (after[name] != before[name]).any() == is_trained, name
 
 
-def test_a_draft_is_continued_in_its_own_family(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_is_continued_in_its_own_family(runs, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(FAMILIES, "other", FAMILIES["eagle"])
     draft = shutil.copytree(runs.model("eagle"), tmp_path / "draft")
     record = json.loads((draft / "model.json").read_text())
@@ -115,9 +113,7 @@ def test_parts_of_a_batch_give_the_same_run(runs: Runs, plain: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
-def test_features_are_normalised_by_their_deviations(
-    runs: Runs, tmp_path: Path, has_cache: bool
-) -> None:
+def test_features_are_normalised_by_their_deviations(runs, tmp_path, has_cache) -> None:
     """Online and from a cache; the oracle encodes every row by itself."""
     features = {"cache": str(tmp_path / "cache")} if has_cache else {}
     objective = {"normalised_features": True}
@@ -191,9 +187,7 @@ def test_narrow_computation(runs: Runs, plain: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    runs: Runs, tmp_path: Path, overrides: list[str], error: str
-) -> None:
+def test_options_that_do_not_fit_are_refused(runs, tmp_path, overrides, error) -> None:
     overrides = [text.format(poss2=runs.model("poss2")) for text in overrides]
     config = config_file(runs, tmp_path, POSS2)
     assert error in refusal(main, "--config", config, *overrides)
@@ -204,8 +198,8 @@ def test_options_that_do_not_fit_are_refused(
     ("batch_size", "wanted", "validated"), [(1, 4, 4), (2, 4, 4), (4, 4, 4), (4, 5, 8), (4, 1, 4)]
 )
 def test_validation_has_the_same_rows_in_batches_of_any_size(
-    runs: Runs, tmp_path: Path, batch_size: int, wanted: int, validated: int
-) -> None:
+    runs, tmp_path, batch_size, wanted, validated
+):
     values = TARGET | {"batch_size": batch_size, "validation_rows": wanted}
     config = load_config(TrainConfig, config_file(runs, tmp_path, values))
     stage = open_stage(config, tmp_path / "stage")
@@ -222,9 +216,7 @@ def test_validation_takes_no_more_rows_at_once_than_a_step(runs: Runs, tmp_path:
     assert [len(batch.tokens) for batch in validation_batches(config, stage)] == [2, 2]
 
 
-def test_processes_after_the_first_read_its_rows(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_after_the_first_read_its_rows(runs, tmp_path, monkeypatch) -> None:
     config = load_config(TrainConfig, config_file(runs, tmp_path, TARGET))
     stage = open_stage(config, tmp_path / "first")
     monkeypatch.setattr(
@@ -237,9 +229,7 @@ def test_processes_after_the_first_read_its_rows(
     np.testing.assert_array_equal(rows.tokens, stage.rows.tokens)
 
 
-def test_a_resumed_run_asks_for_preemption_by_the_steps_of_its_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_resumed_run_asks_for_preemption_by_the_steps_of_its_process(monkeypatch) -> None:
     asked = []
     for name in ("RunLog", "Profiler", "put_batch", "batch_at", "_check_in"):
         monkeypatch.setattr(loop, name, MagicMock())
@@ -291,9 +281,7 @@ def test_a_run_does_not_go_on_from_another_draft(runs: Runs, tmp_path: Path) -> 
     assert "init_draft: its file has changed" in refusal(main, "--config", config)
 
 
-def test_validations_say_if_no_answer_is_long_enough(
-    runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_validations_say_if_no_answer_is_long_enough(runs, tmp_path, caplog) -> None:
     config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2))
     stage = open_stage(config, tmp_path)
     stage.load_weights()
@@ -377,9 +365,7 @@ def test_a_target_continues_another_with_more_layers(runs: Runs, tmp_path: Path)
         ("model.hidden_size=64", "model.hidden_size: want 32 as init_target .* has, got 64"),
     ],
 )
-def test_a_target_that_cannot_be_continued_is_refused(
-    runs: Runs, tmp_path: Path, override: str, error: str
-) -> None:
+def test_a_target_that_cannot_be_continued_is_refused(runs, tmp_path, override, error) -> None:
     names = {"poss2": runs.model("poss2"), "int8": str(tmp_path / "int8")}
     copy_model(runs.model("target"), tmp_path / "int8", quantised="int8")
     config = config_file(runs, tmp_path, TARGET, init_target=runs.model("target"))

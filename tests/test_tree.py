@@ -53,9 +53,7 @@ def test_drawn_tree():
     assert beam.ancestors.astype(int).tolist() == [[[1, 0], [0, 1]]]
 
     second = expand(
-        beam,
-        jnp.array([[[3, 4], [3, 8]]], jnp.int32),
-        jnp.array([[[-0.25, -4.0], [-0.25, -1.0]]]),
+        beam, jnp.array([[[3, 4], [3, 8]]], jnp.int32), jnp.array([[[-0.25, -4.0], [-0.25, -1.0]]])
     )
     candidates = join_levels([first, second])
     assert candidates.tokens.tolist() == [[7, 5, 3, 4, 3, 8]]
@@ -67,13 +65,7 @@ def test_drawn_tree():
     assert tree.parents.tolist() == [[0, 0, 0, 1, 2]]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2]]
     assert tree.ancestors.astype(int).tolist() == [
-        [
-            [1, 0, 0, 0, 0],
-            [1, 1, 0, 0, 0],
-            [1, 0, 1, 0, 0],
-            [1, 1, 0, 1, 0],
-            [1, 0, 1, 0, 1],
-        ]
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
     ]
     for node, children in enumerate([[1, 2], [3], [4], [], []]):
         assert np.flatnonzero(is_child(tree, jnp.array([node]))[0]).tolist() == children

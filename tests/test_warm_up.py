@@ -90,9 +90,7 @@ def until_sizes(scheduler: Scheduler, gate: Gate, sizes: tuple[int, ...]) -> Non
         assert scheduler.error is None
 
 
-def test_texts_are_the_same_while_it_compiles(
-    engine: Engine, warming: Scheduler, gate: Gate
-) -> None:
+def test_texts_are_the_same_while_it_compiles(engine, warming, gate) -> None:
     prompts = [engine.prepare([5, i], 6, one) for i, one in enumerate(SETTINGS)]
     scored = {"num_logprobs": 3, "max_length": 300}
     for sizes in ((1,), (1, 2)):
@@ -155,9 +153,7 @@ def test_a_grammar_waits_for_its_rounds_and_lets_others_pass(gate: Gate) -> None
         thread.join()
 
 
-def test_a_text_that_runs_changes_its_program(
-    engine: Engine, warming: Scheduler, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_runs_changes_its_program(engine, warming, gate, monkeypatch) -> None:
     """A greedy text begins with sampled rounds, the only ones there are."""
     monkeypatch.setattr("poss_jax.engine.scheduler._PAUSE_SECONDS", 0)
     until_sizes(warming, gate, (1,))
@@ -178,9 +174,7 @@ def test_a_text_that_runs_changes_its_program(
     assert used[0].is_sampled
 
 
-def test_compiling_rests_if_what_is_compiled_serves_all_texts(
-    engine: Engine, warming: Scheduler, gate: Gate
-) -> None:
+def test_compiling_rests_if_what_is_compiled_serves_all_texts(engine, warming, gate) -> None:
     until_sizes(warming, gate, (1,))
     prompt = engine.prepare([3], 5)
     with warming._changed:  # nothing begins or ends meanwhile

@@ -128,10 +128,7 @@ TOOLS = st.lists(
     st.builds(
         lambda name, fields: {"type": "function", "function": {"name": name, **fields}},
         st.sampled_from(["f", "weather", "a-b.c"]),
-        st.fixed_dictionaries(
-            {},
-            optional={"parameters": SCHEMAS, "strict": st.booleans()},
-        ),
+        st.fixed_dictionaries({}, optional={"parameters": SCHEMAS, "strict": st.booleans()}),
     ),
     min_size=1,
     max_size=3,

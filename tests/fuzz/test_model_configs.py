@@ -53,9 +53,7 @@ DRAFT_E3 = draw(
 )
 
 numbers = st.one_of(
-    st.integers(-2, 9),
-    st.sampled_from([2**31 - 1, 2**31, 2**63, 10**400, -(10**400)]),
-    st.floats(),
+    st.integers(-2, 9), st.sampled_from([2**31 - 1, 2**31, 2**63, 10**400, -(10**400)]), st.floats()
 )
 long = st.just("x").map(lambda letter: 9000 * letter)
 texts = st.one_of(st.sampled_from([*LISTED, "8", "1e-4", "a\nb"]), long, st.text(max_size=5))
