@@ -30,7 +30,7 @@ class ChatServer:
       url: address of the server.
       reply: status and JSON (or bytes) for the body of a request; status 0 hangs up.
       models: status and JSON of /v1/models.
-      headers: headers of failures.
+      headers: further headers of failures.
       bodies: bodies of all requests for an answer.
       keys: header Authorization of all requests.
       most: most requests that were under way together.
@@ -106,6 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in self.chat.headers.items() if status != 200 else ():
             self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

@@ -1,32 +1,24 @@
 """A chat server with OpenAI's interface that answers the questions of a data set, many at a time.
 
 The server has the model, the template and the length limit. A question that it refuses counts as
-one failure, unless it refuses all of the first ones. A busy or unreachable server is asked again,
-at growing intervals.
+one failure, unless it refuses all of the first ones. OpenAI's client asks a busy or unreachable
+server again, at growing intervals.
 """
 
 import itertools
-import json
 import os
-import random
 import re
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict
-from email.utils import parsedate_to_datetime
 from queue import SimpleQueue
 from typing import Any
 
-import httpx
-from tqdm import tqdm
-
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.reading import UserError, lone_surrogates, printable, shorten
+from poss_jax.config.reading import UserError, lone_surrogates, shorten
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue
@@ -34,11 +26,7 @@ from poss_jax.engine.dialogue import Dialogue
 from .answers import Line, Lines, Question, answer_line, open_dialogue, refuse_answer
 from .self_prompt import TurnWriter
 
-_TRIES = 8
-_FIRST_WAIT = 1.0  # seconds; doubles with every try
-_LONGEST_WAIT = 60.0
-_SAID_WAIT = 10.0
-_LONGEST_ASKED_WAIT = 3600.0
+_RETRIES = 20  # after 0.5, 1, 2, 4 and then 8 seconds: for about two minutes
 _TIMEOUT = 600.0
 _AHEAD = 4  # questions running or answered ahead of a slow one, per request
 _REFUSALS = 100  # this many refusals and no answer: the settings are wrong
@@ -46,7 +34,6 @@ _REFUSALS = 100  # this many refusals and no answer: the settings are wrong
 _OF_THE_QUESTION = {400, 413, 422}
 _REFUSES = "the server refuses it with status"
 _CALLS = ("tool_calls", "function_call")  # finish reasons, and fields of a message
-_PASSING = {408, 409, 425, 429}  # and all from 500 on
 _KNOWN_TO_ALL = ("temperature", "top_p", "seed")
 
 
@@ -71,17 +58,19 @@ class ChatClient:
         """Sets the address; asks the server for its first model if none is given.
 
         Raises:
-          UserError: the server does not answer, or OPENAI_API_KEY is not a key.
+          UserError: the server does not answer, OPENAI_API_KEY is not a key, or the package
+            openai is missing.
         """
+        try:
+            import openai
+        except ModuleNotFoundError as error:
+            raise UserError("openai is missing; pip install 'poss-jax[regenerate]'") from error
         self._url, key = url.rstrip("/"), os.environ.get("OPENAI_API_KEY", "").strip()
         if not re.fullmatch("[!-~]*", key):
             raise UserError("OPENAI_API_KEY: want a key in ASCII, got other characters")
-        headers = {"Content-Type": "application/json"}
-        headers |= {"Authorization": f"Bearer {key}"} if key else {}  # not sent to other hosts
-        self._client = httpx.Client(
-            headers=headers, timeout=_TIMEOUT, limits=httpx.Limits(), follow_redirects=True
+        self._client = openai.OpenAI(
+            base_url=url, api_key=key or "none", timeout=_TIMEOUT, max_retries=_RETRIES
         )
-        self._closed = threading.Event()
         self._more = {"chat_template_kwargs": chat_template_kwargs} if chat_template_kwargs else {}
         self.model = model or self._first_model()
 
@@ -139,10 +128,6 @@ class ChatClient:
             raise self._error(f"want a chat completion, got {shorten(reply)}")
         return choice
 
-    def close(self) -> None:
-        """Stops requests that wait for another try."""
-        self._closed.set()
-
     def _sampling(self, sampling: SamplingConfig) -> dict[str, Any]:
         """Sampling fields; those that not all servers know are sent only if set."""
         default = asdict(SamplingConfig())
@@ -155,7 +140,7 @@ class ChatClient:
 
     def _first_model(self) -> str:
         try:
-            reply = self._request("models", tries=1)
+            reply = self._request("models")
         except Refused as error:
             raise self._error(f"{error}: {error.said}") from error
         try:
@@ -166,41 +151,23 @@ class ChatClient:
             raise self._error(f"want a list of models, got {shorten(reply)}; give --model")
         return name
 
-    def _request(self, path: str, body: Any = None, *, tries: int = _TRIES) -> Any:
-        """Sends a request, retrying while the server is busy or away; returns its JSON."""
-        method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
-        for number in range(1, tries + 1):
-            retry_after, is_passing = "", True
-            try:
-                reply = self._client.request(method, f"{self._url}/{path}", content=content)
-            except httpx.HTTPError as error:
-                got = str(error) or type(error).__name__
-            else:
-                status, text = reply.status_code, _message(reply.content)
-                if status == 200:
-                    return self._parse(reply.content)
-                if status in _OF_THE_QUESTION:
-                    raise Refused(f"{_REFUSES} {status}", text)
-                got, retry_after = f"status {status}: {text}", reply.headers.get("Retry-After", "")
-                is_passing = status in _PASSING or status >= 500
-            if number == tries or not is_passing or self._wait(number, retry_after, got):
-                raise self._error(f"got {got}")
-        raise AssertionError("unreachable")
+    def _request(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Sends a request; returns its JSON. Requests with a body are retried."""
+        import openai
 
-    def _wait(self, number: int, retry_after: str, got: str) -> bool:
-        """Waits after a try; True if `close` was called."""
-        seconds = min(_FIRST_WAIT * 2 ** (number - 1), _LONGEST_WAIT)
-        seconds = max(seconds * random.uniform(0.5, 1), _seconds_of(retry_after))
-        if seconds >= _SAID_WAIT:
-            line = f"{self._url}: {got}; next try in {seconds:.0f} s"
-            tqdm.write(printable(line), file=sys.stderr)
-        return self._closed.wait(seconds)
-
-    def _parse(self, content: bytes) -> Any:
         try:
-            return json.loads(content)
+            if body is None:
+                return self._client.get(path, cast_to=object, options={"max_retries": 0})
+            return self._client.post(path, cast_to=object, body=body)
+        except openai.APIStatusError as error:
+            status, text = error.status_code, _message(error.body)
+            if status in _OF_THE_QUESTION:
+                raise Refused(f"{_REFUSES} {status}", text) from error
+            raise self._error(f"got status {status}: {text}") from error
+        except openai.APIConnectionError as error:
+            raise self._error(f"got {str(error.__cause__) or error}") from error
         except (ValueError, RecursionError) as error:
-            raise self._error(f"want JSON, got {shorten(content)}") from error
+            raise self._error(f"want JSON ({error})") from error
 
     def _error(self, message: str) -> UserError:
         return UserError(
@@ -250,7 +217,6 @@ def answer_questions(
         while waiting:
             yield _take(waiting)
     finally:
-        server.close()
         while not tasks.empty():
             tasks.get()
         for _ in range(num_threads):
@@ -347,25 +313,7 @@ def _read(choice: dict[str, Any], text: str, thoughts: str = "") -> Generation:
     return Generation([], [], text, [], [], "length" if reason == "length" else "stop")
 
 
-def _message(content: bytes) -> str:
+def _message(body: object) -> str:
     """The message of an error, in one line."""
-    text = content.decode(errors="replace")
-    try:
-        error = json.loads(content)
-        error = error.get("error", error)
-        text = error["message"] if isinstance(error, dict) else error
-    except (ValueError, RecursionError, KeyError, AttributeError):
-        pass
+    text = body.get("message", body) if isinstance(body, dict) else body
     return " ".join(str(text).encode(errors="replace").decode().split())[:300]
-
-
-def _seconds_of(retry_after: str) -> float:
-    """Seconds that a header Retry-After asks to wait: a number, or a date."""
-    try:
-        if re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", retry_after):
-            seconds = float(retry_after)
-        else:
-            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
-    except (ValueError, OverflowError, TypeError):
-        seconds = 0.0
-    return min(max(seconds, 0.0), _LONGEST_ASKED_WAIT)
