@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emitters import OLDER_EMITTERS
-from isolation import isolate
+from isolation import OLDER_EMITTERS, isolate
 
 # Workers and the programs that tests start inherit the folders: what one compiled, all have.
 if "PYTEST_XDIST_WORKER" not in os.environ:

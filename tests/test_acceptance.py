@@ -1,11 +1,13 @@
-"""What answers say about their drafts, in our shape and in vLLM's."""
+"""Statistics of decoding by hand: what answers say about their drafts, a bench about texts."""
 
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from poss_jax.engine.answers import Generation
+from infer.bench.summary import distinct_ngram_share
+from poss_jax.engine.answers import Generation, mean_acceptance_length
 from poss_jax.serving.acceptance import count_accepted, describe_acceptance
 
 
@@ -54,3 +56,31 @@ def test_counts_agree_with_each_other() -> None:
         assert [columns[i] for i in range(6)] == histogram
         lengths = sum(int(length) * sum(row) for length, row in rows.items())
         assert lengths == found["num_draft_tokens"]
+
+
+def test_acceptance_lengths():
+    accepted = [[4, 2, 3], [1]]
+    assert mean_acceptance_length(accepted) == ((1 + 9 / 3) + (1 + 1)) / 2
+
+
+def test_prompts_without_a_round_do_not_count():
+    assert mean_acceptance_length([[], [2]]) == 3.0
+    assert mean_acceptance_length([[]]) == mean_acceptance_length([]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "share"),
+    [
+        ([1, 2, 3, 4, 5, 6], 4, 1.0),
+        ([1, 2, 1, 2, 1, 2, 1], 4, 2 / 4),  # 1212 2121 1212 2121
+        ([5, 5, 5, 5], 1, 1 / 4),
+        ([5, 5, 5], 4, 1.0),
+        ([], 4, 1.0),
+    ],
+)
+def test_distinct_ngram_share(tokens, n, share):
+    assert distinct_ngram_share(tokens, n) == share
+
+
+def test_ngrams_have_four_tokens_by_default():
+    assert distinct_ngram_share([1, 2, 1, 2, 1, 2, 1]) == 2 / 4

@@ -1,13 +1,19 @@
-"""Shapes cost a compilation each, and only once."""
+"""Shapes cost a compilation each, once; other settings and parameters of the target none."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from models import make_engine, random_target, tiny_llama
 
-from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.models import DraftConfig, TreeConfig
-from poss_jax.config.reading import UserError
-from poss_jax.engine.engine import Engine
+from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
+from poss_jax.config.models import DraftConfig, MeshConfig
+from poss_jax.model.parameters import place_params
+from poss_jax.model.quantise import quantise_target
+from poss_jax.shapes import Params
 
 
 @pytest.fixture
@@ -67,3 +73,145 @@ def test_other_settings_compile_nothing(engine, compilations):
     compilations.clear()
     engine.generate([[4, 5]] * 6, sampling=[*settings, *settings], **call)
     assert not compilations
+
+
+# --------------------------------------------------------------------------------------------------
+# New parameters of the target in an engine that has decoded before
+
+
+LLAMA = tiny_llama(vocab_size=64, max_position_embeddings=128)
+EAGLE = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
+EAGLE3 = DraftConfig(layer=LLAMA, family="eagle3", aux_layers=(0, 1), kv="shared", head_size=64)
+TREE = TreeConfig(depth=2, top_k=2, total_tokens=6)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
+SAMPLING = [SamplingConfig(temperature=1, seed=3), SamplingConfig()]
+
+
+def answers(engine: Engine) -> list[Any]:
+    return engine.generate(PROMPTS, max_new_tokens=12, batch_size=2, sampling=SAMPLING)
+
+
+@pytest.mark.parametrize(
+    "draft, vocabulary, tied",
+    [
+        pytest.param(None, None, False, id="plain", marks=pytest.mark.slow),
+        pytest.param(EAGLE, None, True, id="tied"),
+        pytest.param(EAGLE, tuple(range(0, 64, 2)), False, id="vocabulary"),
+        pytest.param(EAGLE3, None, False, id="eagle3"),
+    ],
+)
+def test_an_updated_engine_is_one_that_was_made_of_the_new_weights(draft, vocabulary, tied):
+    llama = replace(LLAMA, tie_embeddings=tied)
+
+    def make(seed: int) -> Engine:
+        target = random_target(llama, seed)
+        return make_engine(llama, target, draft, vocabulary=vocabulary, tree=TREE)
+
+    engine, wanted = make(seed=0), make(seed=7)
+    old = answers(engine)
+    engine.update_weights(random_target(llama, seed=7))
+    jax.tree.map(lambda a, b: assert_equal(a, b), engine.weights, wanted.weights)
+    # Rounds and drafted positions are equal too: the draft reads the new embedding and head.
+    assert answers(engine) == answers(wanted) != old
+
+
+def assert_equal(a: jax.Array, b: jax.Array) -> None:
+    assert a.sharding == b.sharding and (a == b).all()
+
+
+def test_an_update_compiles_nothing(compilations):
+    engine = make_engine(LLAMA, random_target(LLAMA), EAGLE, tree=TREE)
+    answers(engine)
+    new = random_target(LLAMA, seed=7)
+    compilations.clear()
+    engine.update_weights(new)
+    answers(engine)
+    assert not compilations
+
+
+def test_an_update_with_arrays_bound_to_a_device_compiles_no_round(compilations):
+    engine = make_engine(LLAMA, random_target(LLAMA), EAGLE, tree=TREE)
+    answers(engine)
+    engine.update_weights(jax.device_put(random_target(LLAMA, seed=7), jax.devices()[0]))
+    compilations.clear()
+    answers(engine)
+    assert not compilations
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, tensor=4)])
+def test_an_update_goes_to_the_devices_of_the_old_weights(compilations, mesh):
+    first, last = jax.devices()[0], jax.devices()[-1]
+    target = jax.device_put(random_target(LLAMA), first)
+    engine = make_engine(LLAMA, target, EAGLE, tree=TREE, mesh=mesh)
+    old = answers(engine)
+    places = [leaf.sharding for leaf in jax.tree.leaves(engine.weights)]
+    engine.update_weights(jax.device_put(random_target(LLAMA, seed=7), last))
+    compilations.clear()
+    assert answers(engine) != old
+    assert not compilations
+    assert [leaf.sharding for leaf in jax.tree.leaves(engine.weights)] == places
+
+
+def test_an_engine_of_the_same_target_and_a_running_stream_keep_it():
+    target = random_target(LLAMA)
+    engine = make_engine(LLAMA, target, EAGLE, tree=TREE)
+    other = engine.with_tree(TREE)
+    wanted = answers(engine)[0]
+    stream = engine.stream(PROMPTS[0], max_new_tokens=12, sampling=SAMPLING[0])
+    chunks = [next(stream)]
+    engine.update_weights(random_target(LLAMA, seed=7))
+    assert engine.fingerprint != other.fingerprint == engine.record.fingerprint
+    assert [*chunks, *stream][-1].answer == wanted == answers(other)[0]
+    engine.update_weights(target)
+    assert len(target["layers"]) == LLAMA.num_layers  # the caller's own list
+    assert answers(engine)[0] == wanted
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, tensor=4)])
+def test_a_trainer_may_donate_what_it_gave(mesh):
+    engine = make_engine(LLAMA, random_target(LLAMA), EAGLE, tree=TREE, mesh=mesh)
+    new = random_target(LLAMA, seed=7)
+    if engine.mesh is not None:
+        new = place_params(new, engine.mesh)
+    engine.update_weights(new)
+    wanted = answers(engine)
+    step = jax.jit(partial(jax.tree.map, lambda leaf: leaf + 1), donate_argnums=0)
+    jax.block_until_ready(step(new))
+    assert new["embed"]["weight"].is_deleted()
+    assert answers(engine) == wanted
+
+
+def wider(params: Params) -> Params:
+    return params | {"norm": {"scale": jnp.ones(33)}}
+
+
+def shallower(params: Params) -> Params:
+    return params | {"layers": params["layers"][:1]}
+
+
+def narrower(params: Params) -> Params:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (wider, r"norm/scale: want \[32\] float32, got \[33\] float32; give parameters"),
+        (shallower, r"layers/1/attention/k/weight: want \[16, 32\] float32, got none"),
+        (narrower, r"embed/weight: want \[64, 32\] float32, got \[64, 32\] bfloat16"),
+        (lambda params: params | {"bias": jnp.ones(3)}, r"bias: want none, got \[3\] float32"),
+    ],
+)
+def test_other_parameters_are_refused_and_change_nothing(change, message):
+    engine = make_engine(LLAMA, random_target(LLAMA), tree=TREE)
+    weights = engine.weights
+    with pytest.raises(UserError, match=message) as refused:
+        engine.update_weights(change(random_target(LLAMA, seed=7)))
+    assert "\n" not in str(refused.value)
+    assert engine.weights is weights
+
+
+def test_a_quantised_target_is_refused():
+    engine = make_engine(LLAMA, quantise_target(random_target(LLAMA), "int8"))
+    with pytest.raises(UserError, match="want a target that is not quantised; load it without"):
+        engine.update_weights(random_target(LLAMA))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from emitters import OLDER_EMITTERS
+from isolation import OLDER_EMITTERS
 from models import random_draft, random_target, random_tokens, tiny_llama
 from programs import DRAFT, Runs, refusal, write_config
 

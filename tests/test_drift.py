@@ -1,8 +1,10 @@
 """Drafts by depth: against validation and decoding, by hand, and for a draft that knows all."""
 
+import functools
 import importlib.util
 import json
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from models import exact_pair, random_draft, tiny_llama
 from programs import Runs, copy_model, refusal, write_lines
 
-from benchmarks.drift import main
+from benchmarks.drift import add_costs, advise_spans, cost_of, main
 from infer.bench.by_depth import (
     count_rounds,
     decode,
@@ -278,3 +280,54 @@ def test_a_benchmark_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text("{}")
     arguments = "--target nowhere --draft a=nowhere --output".split()
     assert "is not empty; name another folder" in refusal(main, *arguments, str(tmp_path))
+
+
+# --------------------------------------------------------------------------------------------------
+# Advised spans: drawn examples, and every cut there is
+
+
+def test_spans_end_where_the_drift_jumps():
+    #        depth    0    1    2    3    4    5    6    7
+    drift = [0.0, 0.4, 0.4, 0.4, 0.9, 0.9, 0.9, 0.9]
+    assert advise_spans(drift, [1.0] * 8, 3) == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_spans", "spans"),
+    [(8, 2, [4, 4]), (8, 3, [3, 3, 2]), (7, 4, [2, 2, 2, 1]), (5, 1, [5]), (3, 3, [1, 1, 1])],
+)
+@pytest.mark.parametrize("drift", [0.0, 0.1, 1 / 3])
+def test_equal_inputs_get_equal_spans(size: int, num_spans: int, spans: list[int], drift: float):
+    assert advise_spans([drift] * size, np.linspace(1, 0.1, size).tolist(), num_spans) == spans
+
+
+def test_steady_drift_gets_equal_spans():
+    """Unless few chains come to the later depths, which then matter less."""
+    drift = [0.1 * depth for depth in range(9)]
+    assert advise_spans(drift, [1.0] * 9, 3) == [3, 3, 3]
+    assert advise_spans(drift, [0.3**depth for depth in range(9)], 3) == [1, 1, 7]
+
+
+def test_variation_by_hand():
+    assert cost_of([0.0, 1.0], [1.0, 1.0]) == (0.5e12, 4, (-2,))
+    # mean 0.25: 3 (0.25)^2 + 1 (0.75)^2
+    assert cost_of([0.0, 1.0], [3.0, 1.0]) == (0.75e12, 4, (-2,))
+    assert cost_of([0.3, 0.7], [0.0, 0.0])[0] == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_cut_is_better(seed: int):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 9))
+    drift, weight = rng.random(size), np.sort(rng.random(size))[::-1]
+    if seed % 2:
+        drift = drift.round(1)  # with ties
+    for num_spans in range(1, size + 1):
+        costs = []
+        for inner in combinations(range(1, size), num_spans - 1):
+            spans = pairwise([0, *inner, size])
+            costs.append(
+                functools.reduce(add_costs, [cost_of(drift[a:b], weight[a:b]) for a, b in spans])
+            )
+        best = [-length for length in min(costs)[2]]
+        assert advise_spans(drift.tolist(), weight.tolist(), num_spans) == best

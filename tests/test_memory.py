@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from programs import POSS2, Runs, refusal, write_config
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, build_config
-from poss_jax.config.training import TrainConfig
+from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig, TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
+from poss_jax.learn.step import make_draft_step
 from poss_jax.learn.task import DraftTask
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.families import init_draft
 from poss_jax.model.sharding import bytes_per_device, make_mesh
+from poss_jax.model.target import init_target, stack_layers
 from train.devices import make_on
 from train.main import main
 from train.memory import check_memory, compile_memory, plan_draft_step, tpu_slice
@@ -119,3 +124,52 @@ def test_a_dry_run_says_what_a_device_holds(runs, tmp_path, capsys, monkeypatch)
 )
 def test_what_cannot_be_compiled_for_is_refused(runs, tmp_path, arguments, error):
     assert error in refusal(main, "--config", config_file(runs, tmp_path), *arguments)
+
+
+# --------------------------------------------------------------------------------------------------
+# Growth of the compiler's memory with depth and length
+
+# Wide heads and a small layer, so that the versions are what there is most of.
+WIDE = tiny_llama(hidden_size=128, intermediate_size=128, head_dim=32, num_layers=2)
+B, T = 2, 512
+HASS = DraftConfig(layer=WIDE)
+EAGLE3 = DraftConfig(
+    layer=WIDE, family="eagle3", kv="shared", aux_layers=(0, 1), head_size=WIDE.vocab_size
+)
+
+
+@cache
+def temporary_bytes(draft: DraftConfig, depth: int, length: int) -> int:
+    """Of a step of a draft whose parameters are the same at every depth."""
+    draft = replace(draft, trained_depth=depth)
+    step = StepConfig(vocabulary_chunk=64, attention_block=64)
+    task, optimizer = (
+        DraftTask(WIDE, draft, ObjectiveConfig(), step),
+        make_optimizer(OptimizerConfig(), 10),
+    )
+
+    def init():
+        target, params = init_target(WIDE, jax.random.key(0)), init_draft(draft, jax.random.key(1))
+        target |= {"layers": stack_layers(target["layers"])}
+        params |= {"specialists": stack_layers(params["specialists"])}
+        return init_state(params, optimizer), target
+
+    state, target = jax.eval_shape(init)
+    shape = partial(jax.ShapeDtypeStruct, (B, length))
+    batch = TrainBatch(shape(jnp.int32), shape(bool), shape(jnp.int32))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    compiled = make_draft_step(task, optimizer).lower(state, target, batch, key).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_depth_costs_one_version_each():
+    grown = temporary_bytes(HASS, 6, T) - temporary_bytes(HASS, 2, T)
+    assert 0 < grown <= 1.05 * 4 * B * T * WIDE.hidden_size * 4
+
+
+@pytest.mark.parametrize(
+    ("draft", "depth"), [pytest.param(HASS, 2, marks=pytest.mark.slow), (HASS, 6), (EAGLE3, 6)]
+)
+def test_memory_is_linear_in_length(draft, depth):
+    """Twice the rows, twice the memory; scores of all rows would be four times."""
+    assert temporary_bytes(draft, depth, 2 * T) <= 1.05 * 2 * temporary_bytes(draft, depth, T)
