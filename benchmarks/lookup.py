@@ -5,14 +5,17 @@ with the bundled PosS-1, with PosS-1 and lookup, and with lookup alone, all with
 the tree tuned for PosS-1. Methods take turns on every task, and each answer is compared with the
 one without drafts, which is decoded in a batch. Prints a table, and as its last line one JSON
 object; --output keeps report.json and report.md. Times are of rounds alone; CPU time is of all
-threads. --lookup is the most tokens that a round copies, if the tree has as many nodes.
+threads. --lookup is the most tokens that a round copies, if the tree has as many nodes. What the
+folder's report already has, of the same settings, is not measured again.
 
     python -m benchmarks.lookup --output docs/results/lookup
 """
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from statistics import geometric_mean, mean
 from typing import Any, NamedTuple
 
@@ -128,6 +131,14 @@ def summarise(
     }
 
 
+def read_groups(folder: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Groups of the report in a folder, if it has these settings."""
+    if folder is None or not (path := folder / "report.json").is_file():
+        return []
+    report = json.loads(path.read_text())
+    return report["groups"] if settings.items() <= report.items() else []
+
+
 def format_table(report: Mapping[str, Any]) -> str:
     """Writes the report in Markdown."""
     heads = "task", "T", "method", "tokens per round", "copied", "tokens/s", f"x {DRAFT}"
@@ -152,19 +163,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     engines = load_engines(args.target, args.draft, args.lookup)
     tasks = {kind: make_tasks()[kind][: args.tasks] for kind in args.kinds}
-    groups = []
-    for kind, temperature in progress_bar(list(product(tasks, TEMPERATURES))):
-        methods = measure(engines, tasks[kind], temperature, args.tokens)
-        groups.append({"kind": kind, "temperature": temperature, "methods": methods})
-        print(format_table({"groups": groups[-1:]}), flush=True)
     tree = tree_for(engines[DRAFT].trees, 1)
-    report = {
+    settings = {
         "tree": tree and tree.name,
         "lookup": args.lookup,
         "max_new_tokens": args.tokens,
-        "groups": groups,
-        "provenance": provenance(),
+        "tasks": args.tasks,
     }
+    groups = read_groups(args.output, settings)
+    measured = {(group["kind"], group["temperature"]) for group in groups}
+    pairs = [pair for pair in product(tasks, TEMPERATURES) if pair not in measured]
+    for kind, temperature in progress_bar(pairs):
+        methods = measure(engines, tasks[kind], temperature, args.tokens)
+        groups.append({"kind": kind, "temperature": temperature, "methods": methods})
+        print(format_table({"groups": groups[-1:]}), flush=True)
+    report = settings | {"groups": groups, "provenance": provenance()}
     show_report(report, format_table(report), args.output)
 
 

@@ -7,7 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import STRICT, LlamaConfig, MeshConfig, Quantisation, TreeConfig
-from poss_jax.config.numbers import AtLeastTwo, Count
+from poss_jax.config.numbers import AtLeastTwo, Count, Lookup
 from poss_jax.config.training import SpecialistsConfig
 
 ProgramName = Literal["prefill", "step", "round", "rounds"]
@@ -26,6 +26,7 @@ class AheadConfig:
       draft_tokens: Number of tokens that the draft can propose; null takes the folder's, usually
         all.
       tree: Size of the draft tree.
+      lookup: Most tokens that a round copies from prompt and answer.
       sampling: How tokens are chosen.
       batch_size: Number of prompts decoded together.
       context: Tokens in the cache, used for prefill and for the bytes that a round reads.
@@ -44,6 +45,7 @@ class AheadConfig:
     specialists: SpecialistsConfig | None = None
     draft_tokens: AtLeastTwo | None = None
     tree: TreeConfig = TreeConfig()
+    lookup: Lookup = 0
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     batch_size: Count = 1
     context: Count = 512

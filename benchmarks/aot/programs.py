@@ -95,7 +95,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         weights = weights._replace(draft=_attach(draft_weights, weights.target, num_tokens, mesh))
     tree = fit_tree(config.tree, num_tokens or target.vocab_size)
     decode = StaticShape(target, draft, tree, rows=0, chunk=ACCELERATOR_CHUNKS[0])
-    decode = decode._replace(mesh=decoding_mesh(mesh))
+    decode = decode._replace(mesh=decoding_mesh(mesh), lookup=config.lookup)
     length = config.context + config.max_new_tokens
     decode = with_rows(decode, length, max_length=target.max_position_embeddings)
     work = costs.Workload(
