@@ -15,22 +15,15 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
+from poss_jax.decode.logprobs import Logprobs, append_logprobs, first_logprobs, path_logprobs
 from poss_jax.decode.lookup import copy_chain, draft_unless_copied, merge
 from poss_jax.decode.sampling import History, draw, draw_noise, forbid, shift_logits, unpack
-from poss_jax.decode.state import (
-    DecodeState,
-    DraftState,
-    Logprobs,
-    Output,
-    Request,
-    StaticShape,
-    Weights,
-)
+from poss_jax.decode.state import DecodeState, DraftState, Output, Request, StaticShape, Weights
 from poss_jax.decode.tree import Candidates, Tree, root_tree, select
 from poss_jax.decode.verify import Acceptance, accept
 from poss_jax.model import target as targets
 from poss_jax.model.cache import KVCache, commit_rows, init_cache, take_rows, write_rows
-from poss_jax.model.ranking import choose, top_k
+from poss_jax.model.ranking import choose
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int, UInt
 
@@ -72,7 +65,7 @@ def first_state(
             num_copied=jnp.zeros((B, config.rows), jnp.int32),
             num_rounds=jnp.zeros(B, jnp.int32),
             is_done=_is_stop(root[:, None], request)[:, 0] | (request.max_new_tokens == 1),
-            logprobs=_first_logprobs(config, out.logits, root),
+            logprobs=first_logprobs(out.logits, root, count=config.num_logprobs, rows=config.rows),
         ),
     )
     if config.draft is None:
@@ -169,7 +162,7 @@ def finish_round(
         tree = _drop_drafts(tree, request)
         chosen = choose_tokens(request, state, tree, forbid(out.logits, allowed), noise)
         acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
-        logprobs = _path_logprobs(config, out.logits, acceptance)
+        logprobs = path_logprobs(out.logits, acceptance, count=config.num_logprobs)
     return commit(weights, config, request, state, out, acceptance, logprobs)
 
 
@@ -398,52 +391,8 @@ def _write_output(
         num_copied=recorded(output.num_copied, jnp.maximum(num_accepted - num_drafted, 0)),
         num_rounds=output.num_rounds + active.astype(jnp.int32),
         is_done=output.is_done | is_end.any(axis=1) | (num_tokens >= request.max_new_tokens),
-        logprobs=_write_logprobs(output.logprobs, logprobs, output.num_tokens),
+        logprobs=append_logprobs(output.logprobs, logprobs, output.num_tokens),
     )
-
-
-def token_logprobs(
-    config: StaticShape, logits: Float[Array, "B A V"], tokens: Int[Array, "B A"]
-) -> Logprobs:
-    """Log-probabilities of chosen tokens and of the most likely ones."""
-    logits = logits.astype(jnp.float32)
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    best, ids = top_k(logits, min(config.num_logprobs, logits.shape[-1]))
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)
-    return Logprobs(chosen=(chosen - total)[..., 0], ids=ids, top=best - total)
-
-
-def _first_logprobs(
-    config: StaticShape, logits: Float[Array, "B V"], root: Int[Array, " B"]
-) -> Logprobs | None:
-    """Allocates the sequences' log-probabilities and writes the first token's."""
-    if not config.num_logprobs:
-        return None
-    first = token_logprobs(config, logits[:, None], root[:, None])
-
-    def with_room(leaf: Array) -> Array:
-        return jnp.zeros((len(leaf), config.rows, *leaf.shape[2:]), leaf.dtype).at[:, :1].set(leaf)
-
-    return jax.tree.map(with_room, first)
-
-
-def _path_logprobs(
-    config: StaticShape, logits: Float[Array, "B M V"], acceptance: Acceptance
-) -> Logprobs | None:
-    """Log-probabilities of the tokens that a round emitted."""
-    if not config.num_logprobs:
-        return None
-    on_path = jnp.take_along_axis(logits, acceptance.path[:, :, None], axis=1)
-    return token_logprobs(config, on_path, acceptance.emitted)
-
-
-def _write_logprobs(
-    stored: Logprobs | None, new: Logprobs | None, start: Int[Array, " B"]
-) -> Logprobs | None:
-    """Appends a round's log-probabilities, if it has any."""
-    if stored is None or new is None:
-        return stored
-    return jax.tree.map(lambda old, rows: write_rows(old, rows, start, axis=1), stored, new)
 
 
 def _choose_first(config: StaticShape, request: Request, logits: Array) -> Int[Array, " B"]:

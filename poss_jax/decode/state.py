@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from poss_jax.config.models import DraftConfig, Drafting, LlamaConfig, TreeConfig
 from poss_jax.decode.drafting import ChildrenFn
+from poss_jax.decode.logprobs import Logprobs
 from poss_jax.decode.sampling import Sampling
 from poss_jax.model.cache import KVCache
 from poss_jax.shapes import Array, Params
@@ -120,20 +121,6 @@ class DraftState(struct.PyTreeNode):
 
     cache: KVCache
     root_input: Array  # [B 1 width]
-
-
-class Logprobs(struct.PyTreeNode):
-    """The target's log-probabilities: log-softmax of its raw logits.
-
-    Attributes:
-      chosen: log-probability of the token that was chosen.
-      ids: the most likely tokens, best first.
-      top: log-probabilities of `ids`.
-    """
-
-    chosen: Array  # [B S] float32
-    ids: Array  # [B S K] int32
-    top: Array  # [B S K] float32
 
 
 class Output(struct.PyTreeNode):

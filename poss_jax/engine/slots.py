@@ -22,7 +22,8 @@ import numpy as np
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.decode.state import Logprobs, Request
+from poss_jax.decode.logprobs import Logprobs
+from poss_jax.decode.state import Request
 from poss_jax.engine import steps
 from poss_jax.engine.batch import Batch, RoundKind
 from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks

@@ -21,8 +21,9 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from poss_jax.decode import speculate
+from poss_jax.decode.logprobs import Logprobs, token_logprobs
 from poss_jax.decode.rejection import DrawnTree
-from poss_jax.decode.state import DecodeState, Logprobs, Request, StaticShape, Weights
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Tree, make_tree
 from poss_jax.engine.prompts import make_request
 from poss_jax.engine.rounds import PackedRounds, pack_first, pack_new
@@ -368,7 +369,7 @@ def _score_chunk(
     def score(block: tuple[Array, Array]) -> Logprobs:
         hidden, following = block
         logits = targets.read_logits(weights.target, hidden)
-        return speculate.token_logprobs(config, logits, following)
+        return token_logprobs(logits, following, count=config.num_logprobs)
 
     parts = jax.tree.map(_split, (out.features, both[:, 1:]))
     return prefill.replace(cache=cache), jax.tree.map(_join, lax.map(score, parts))
