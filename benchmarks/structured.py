@@ -44,8 +44,9 @@ class Asked(NamedTuple):
 def ask(engine: Engine, schema: Schema, max_tokens: int, *, is_guided: bool) -> Asked:
     """Asks for an example of a schema."""
     messages = [{"role": "user", "content": _QUESTION + json.dumps(schema)}]
-    grammar = Grammar.json_schema(schema) if is_guided else None
-    prompt = engine.prepare(messages, max_tokens, max_length=_MAX_LENGTH, grammar=grammar)
+    prompt = engine.prepare(messages, max_tokens, max_length=_MAX_LENGTH)
+    if is_guided:
+        prompt = Grammar.json_schema(schema).constrain(prompt, engine)
     answer, clocks = None, list[tuple[float, float]]()
     for chunk in engine.decode_rounds(prompt):  # the first one has the first token
         answer = chunk.answer

@@ -82,9 +82,16 @@ def draw_engine(
     return engine
 
 
+def prepare(
+    engine: Engine, ids: list[int], limit: int, sampling: SamplingConfig, grammar: Grammar | None
+) -> PreparedPrompt:
+    prompt = engine.prepare(ids, limit, sampling)
+    return grammar.constrain(prompt, engine) if grammar else prompt
+
+
 def prepare_all(engine: Engine) -> list[PreparedPrompt]:
     return [
-        engine.prepare([5 + index, 7, 9], 60, sampling, grammar=grammar)
+        prepare(engine, [5 + index, 7, 9], 60, sampling, grammar)
         for index, (grammar, sampling) in enumerate(REQUESTS)
     ]
 
@@ -155,7 +162,7 @@ def test_sampled_drafts_know_the_grammar_at_the_root() -> None:
     """Nearly all tokens are forbidden, so that others are hardly drafted by chance."""
     engine = draw_engine(CHAIN, drafting="sampled")
     grammar = Grammar.regex("[\x80-\x84]{40}|([0-9a-f]{2}){20}")
-    prompt = engine.prepare([5, 7], 41, SamplingConfig(temperature=1.0, seed=3), grammar=grammar)
+    prompt = prepare(engine, [5, 7], 41, SamplingConfig(temperature=1.0, seed=3), grammar)
     (answer,) = engine.decode([prompt])
     assert answer.mean_acceptance_length > 1.4
 
@@ -166,7 +173,7 @@ def test_a_grammar_wins_over_a_least_length(temperature: float) -> None:
     engine = draw_engine(TREE)
     sampling = SamplingConfig(temperature=temperature, min_tokens=20, seed=2)
     grammar, stop_ids = Grammar.choice(["yes", "no", "never"]), [EOS, *ids("q")]
-    prompt = engine.prepare([5, 7], 30, sampling, grammar=grammar, stop_ids=stop_ids)
+    prompt = grammar.constrain(engine.prepare([5, 7], 30, sampling, stop_ids=stop_ids), engine)
     (answer,) = engine.decode([prompt])
     assert answer.text in ("yes", "no", "never") and answer.output_ids[-1] == EOS
 
@@ -224,7 +231,7 @@ def test_a_grammar_that_gets_too_complex_ends_its_text_alone(alone, monkeypatch)
             Grammar.regex("([a-z]*[a-m][a-z]{12}){3}9"),
             SamplingConfig(temperature=2.0),
         )
-        prompt = engine.prepare([5, 7, 9], 60, sampling, grammar=hard)
+        prompt = prepare(engine, [5, 7, 9], 60, sampling, hard)
         other, bad = scheduler.submit(prepare_all(draw_engine(None))[1]), scheduler.submit(prompt)
         with pytest.raises(UserError, match="too many states"):
             list(bad)

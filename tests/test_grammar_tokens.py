@@ -176,8 +176,9 @@ def test_a_strict_tool_may_be_called_and_then_has_its_schema(kind: str) -> None:
 
 
 def test_text_that_no_token_writes_is_refused_at_once() -> None:
+    letters = compiler_of(tokenizer_of("letters"), VOCAB_SIZE, [STOP])
     with pytest.raises(UserError, match="can write none"):
-        Grammar.choice(["中文"]).compile(tokenizer_of("letters"), VOCAB_SIZE, [STOP])
+        letters.submit(Grammar.choice(["中文"])).result()
 
 
 def test_an_unreadable_tokenizer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,5 +195,5 @@ def test_an_unreadable_tokenizer_is_read_once(monkeypatch: pytest.MonkeyPatch) -
     tokenizer = Unreadable()
     for _ in range(3):
         with pytest.raises(UserError, match="a decoder of type WordPiece; use another target"):
-            Grammar.regex("a").compile(tokenizer, 8, [STOP])
+            compiler_of(tokenizer, 8, [STOP])
     assert len(reads) == 1

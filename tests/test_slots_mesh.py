@@ -253,7 +253,7 @@ def ask(address: str, **body: Any) -> dict[str, Any]:
 def check_grammars(address: str, engine: Engine) -> None:
     pattern = "[a-z]{3,9}-[0-9]{2}"
     sampling = SamplingConfig(temperature=1.0, seed=6)
-    prompt = engine.prepare([1, 2, 3], 20, sampling, grammar=Grammar.regex(pattern))
+    prompt = Grammar.regex(pattern).constrain(engine.prepare([1, 2, 3], 20, sampling), engine)
     (answer,) = engine.decode([prompt])
     asked = {"prompt": [1, 2, 3], "max_tokens": 20, "temperature": 1, "seed": 6}
     got = ask(address, **asked, structured_outputs={"regex": pattern})

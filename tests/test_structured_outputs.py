@@ -158,7 +158,7 @@ def test_a_server_answers_as_the_engine_does() -> None:
     """Streamed and whole, as the target does alone; nothing is compiled after the warm-up."""
     plain, grammar = draw_engine(None), Grammar.json_schema(PERSON)
     sampling = SamplingConfig(temperature=1.0, seed=7)
-    (want,) = plain.decode([plain.prepare("a é", 60, sampling, grammar=grammar)])
+    (want,) = plain.decode([grammar.constrain(plain.prepare("a é", 60, sampling), plain)])
     settings = {"slots": (1,), "max_logprobs": 0, "max_length": 100}
     with serving(draw_engine(TREE), batch_size=1, **settings) as served:
         until(lambda: served.service.is_compiled, seconds=300)

@@ -138,7 +138,7 @@ def test_a_grammar_waits_for_its_rounds_and_lets_others_pass(gate: Gate) -> None
         until_sizes(scheduler, gate, (1,))
         assert scheduler.compilation is not None
         grammar = Grammar.choice(["yes", "no"])
-        guided = scheduler.submit(engine.prepare([5, 7], 40, grammar=grammar))
+        guided = scheduler.submit(grammar.constrain(engine.prepare([5, 7], 40), engine))
         assert answer_of(scheduler.submit(engine.prepare([5, 7], 5))).stop_reason == "length"
         assert scheduler.num_waiting == 1
         while not scheduler.compilation.guided_sizes:

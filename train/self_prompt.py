@@ -18,9 +18,10 @@ import numpy as np
 
 from poss_jax.config.data import DataConfig
 from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.json_reading import json_lines
 from poss_jax.config.reading import UserError
 from poss_jax.config.regenerate import RegenerateConfig
-from poss_jax.data.records import Broken, json_lines
+from poss_jax.data.records import Broken
 from poss_jax.data.rendering import RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer, special_pattern
 from poss_jax.engine.answers import Generation

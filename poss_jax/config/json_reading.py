@@ -5,12 +5,12 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from poss_jax.config.paths import AnyPath, file_size
+from poss_jax.config.paths import AnyPath, file_size, read_text
 from poss_jax.config.reading import UserError
 
 MAX_BYTES = 1 << 28  # of a JSON file
@@ -144,6 +144,27 @@ def _check_link(path: Path, folder: Path) -> None:
         homes.append(home.parent.parent / "blobs")
     if not any(real.is_relative_to(home) for home in homes):
         raise UserError(f"{path}: a link that leads out of its folder; put the file itself there")
+
+
+def json_lines(path: AnyPath) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (file:line, object) for every non-blank line."""
+    try:
+        lines = read_text(path, "utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: want UTF-8 text, got {error.reason}; convert the file") from error
+    except OSError as error:
+        raise UserError(f"{path}: want a readable file, got: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = parse_json(line)
+        except JsonError as error:
+            raise UserError(f"{where}: want a JSON object, got bad JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: want a JSON object, got {type(record).__name__}")
+        yield where, record
 
 
 def _unique_keys(origin: str, pairs: Pairs) -> dict[str, Any]:

@@ -223,24 +223,3 @@ def _matching_objects(pattern: str) -> list[AnyPath]:
         raise UserError(f"data.source {pattern!r}: URIs take * but not **; name one folder")
     root = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
     return sorted(file for file in root.glob(str(path.relative_to(root))) if file.is_file())
-
-
-def json_lines(path: AnyPath) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (file:line, object) for every non-blank line."""
-    try:
-        lines = read_text(path, "utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: want UTF-8 text, got {error.reason}; convert the file") from error
-    except OSError as error:
-        raise UserError(f"{path}: want a readable file, got: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = parse_json(line)
-        except JsonError as error:
-            raise UserError(f"{where}: want a JSON object, got bad JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{where}: want a JSON object, got {type(record).__name__}")
-        yield where, record

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.json_reading import json_lines
 from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError, build_config, shorten
-from poss_jax.data.records import json_lines
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import (

@@ -16,7 +16,6 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.batch import FixedBatch
-from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.loop import answer_batch, stream_batch
 from poss_jax.engine.models import Models
 from poss_jax.engine.prompts import (
@@ -105,7 +104,6 @@ class Engine(Models):
         num_continued: int = 0,
         is_chat: bool | None = None,
         shown_ids: Sequence[int] = (),
-        grammar: Grammar | None = None,
         drafts: bool = True,
         lookup: bool | None = None,
     ) -> PreparedPrompt:
@@ -121,15 +119,13 @@ class Engine(Models):
           num_continued: tokens at the end of the prompt that already belong to the answer.
           is_chat: the answer is decoded alone; None: if the prompt holds messages.
           shown_ids: special tokens whose names belong to the answer's text.
-          grammar: what the answer must match; one cut by its limit is only a beginning.
           drafts: False decodes it without drafts and copies.
           lookup: False decodes it without copies, True refuses to; None: as the engine does.
 
         Raises:
           UserError: what `encode_prompt` refuses, a biased token outside the vocabulary, nothing
-            but continued tokens, a grammar that cannot be served or that the continued tokens do
-            not match, lookup where the engine has none, or (`PromptTooLong`) prompt and answer
-            longer than `max_length`.
+            but continued tokens, lookup where the engine has none, or (`PromptTooLong`) prompt and
+            answer longer than `max_length`.
         """
         if lookup and not self.lookup:
             raise UserError("lookup: copies want an engine or server with such as --lookup 8")
@@ -140,12 +136,7 @@ class Engine(Models):
         if num_continued >= len(ids):
             raise UserError("continued_tokens: want fewer than the prompt has")
         is_chat = isinstance(prompt[0], dict) if is_chat is None else is_chat
-        guide = None
-        if grammar is not None:
-            continued = ids[len(ids) - num_continued :]
-            V = self.target_config.vocab_size
-            guide = grammar.compile(self.tokenizer, V, self.stop_ids, continued)
-        of_text = num_continued, is_chat, shown_ids, guide, drafts, lookup is not False
+        of_text = num_continued, is_chat, shown_ids, None, drafts, lookup is not False
         return PreparedPrompt(ids, limit, sampling, stop_ids, *of_text)
 
     def encode(

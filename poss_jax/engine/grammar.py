@@ -29,6 +29,8 @@ from poss_jax.data.tokenizer import errors_of_tokenizer
 from poss_jax.engine import grammar_trials
 from poss_jax.engine.grammar_trials import MOST_BYTES, STACK_BYTES, Trial, compile_matcher
 from poss_jax.engine.guides import GrammarState, explain
+from poss_jax.engine.models import Models
+from poss_jax.engine.prompts import PreparedPrompt
 
 # As `json.dumps` writes it. With free white space a text need not end, and little is certain.
 JSON_LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -90,17 +92,16 @@ class Grammar:
             raise UserError(f"{name}: want no control character, got {got}; write {escape}")
         return cls(text, name, kind="grammar")
 
-    def compile(
-        self,
-        tokenizer: Any,
-        vocab_size: int,
-        stop_ids: Sequence[int],
-        continued: Sequence[int] = (),
-    ) -> GrammarState:
-        """Compiles it for the tokens of a target (see `GrammarCompiler`)."""
-        guide = compiler_of(tokenizer, vocab_size, stop_ids).submit(self).result()
-        guide.advance(continued)
-        return guide
+    def constrain(self, prompt: PreparedPrompt, engine: Models) -> PreparedPrompt:
+        """Makes an answer match this grammar; one cut by its limit is only a beginning.
+
+        Raises:
+          UserError: the grammar cannot be served, or the continued tokens do not match.
+        """
+        vocab_size = engine.target_config.vocab_size
+        guide = compiler_of(engine.tokenizer, vocab_size, engine.stop_ids).submit(self).result()
+        guide.advance(prompt.ids[len(prompt.ids) - prompt.num_continued :])
+        return prompt._replace(guide=guide)
 
 
 class GrammarCompiler:

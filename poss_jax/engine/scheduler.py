@@ -10,7 +10,7 @@
 Threads and queues:
 
     any thread ── submit ──► Loop.waiting ──► scheduler's thread ── put ──► Ticket ──► a reader
-               └─ score, update_weights ──► Calls ──┘   └─ starts and reads the device's steps
+               └─ score, update_weights ──► _Calls ─┘   └─ starts and reads the device's steps
     the warm-up's thread ── compiles what the scheduler's thread will run
 
 The scheduler's thread alone touches slots and answers. It sleeps on one condition, whose lock
@@ -27,9 +27,12 @@ Answers equal `Engine.generate` with the same settings and seed, regardless of t
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -40,13 +43,15 @@ from poss_jax.engine.loop import Loop
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scoring import read_all_scores
 from poss_jax.engine.slots import Slots
-from poss_jax.engine.streams import Calls, Ticket, run_first
+from poss_jax.engine.streams import Ticket
 from poss_jax.engine.warm_up import WarmUp
 from poss_jax.shapes import Params
 
 _LOG = logging.getLogger(__package__)
 _POLL_SECONDS = 0.1
 _PAUSE_SECONDS = 30.0  # most that compilation pauses after a program, so that decoding has the CPU
+
+ResultT = TypeVar("ResultT")
 
 
 class QueueFull(Exception):
@@ -84,7 +89,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._loop = Loop(self._steps, lock=self._changed)
         self.stats = self._loop.stats
-        self._calls = Calls(self._changed, self._check_thread)
+        self._calls = _Calls(self._changed, self._check_thread)
         self._scoring = threading.Lock()
         self._is_draining = self.is_closed = False
         self._failure: BaseException | None = None  # of another thread
@@ -265,10 +270,10 @@ class Scheduler:
             raise self._failure
         self._loop.drop_cancelled()
         if self._calls.between:
-            run_first(self._calls.between)
+            _run_first(self._calls.between)
         if self._calls.alone and not any(self._loop.tickets()):
             self._loop.finish_steps()
-            run_first(self._calls.alone)
+            _run_first(self._calls.alone)
             return
         self._loop.turn(admits=not self._calls.alone)  # those that wait run after the call
 
@@ -305,3 +310,46 @@ class Scheduler:
         is_served = all(map(loop.is_served, loop.waiting))
         num_requests = loop.num_running + len(loop.waiting)
         return num_requests > 0 and is_served and num_requests <= loop.max_active
+
+
+class _Calls:
+    """Functions that wait, and their results; false if none waits.
+
+    Attributes:
+      alone: those that run while nothing is decoded.
+      between: those that run between rounds.
+    """
+
+    def __init__(self, changed: threading.Condition, check: Callable[[], None]) -> None:
+        """Nothing waits.
+
+        Args:
+          changed: notified of new functions.
+          check: raises an error once nobody runs functions any more.
+        """
+        self._changed, self._check = changed, check
+        self.alone: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self.between = self.alone.copy()
+
+    def __bool__(self) -> bool:
+        return bool(self.alone or self.between)
+
+    def run(self, function: Callable[[], ResultT], *, alone: bool = False) -> ResultT:
+        """Waits until the function has run on the scheduler's thread."""
+        done: Future[ResultT] = Future()
+        with self._changed:
+            (self.alone if alone else self.between).append((function, done))
+            self._changed.notify()
+        while True:
+            with suppress(TimeoutError):
+                return done.result(0.1)
+            self._check()
+
+
+def _run_first(waiting: deque[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    """Runs the function that waits longest; a `UserError` is its caller's."""
+    function, done = waiting.popleft()
+    try:
+        done.set_result(function())
+    except UserError as error:
+        done.set_exception(error)

@@ -1,26 +1,23 @@
-"""Between the scheduler's thread and others: tickets for answers, functions to run, counts."""
+"""Between the thread that decodes and others: tickets for answers, and counts."""
 
 import asyncio
 import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
-from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer
 from poss_jax.engine.prompts import PreparedPrompt
 
 _LOG = logging.getLogger(__package__)
 
-ResultT = TypeVar("ResultT")
 Chunks = AsyncIterator[tuple[int, Chunk] | None]
 """Index of an answer and its next chunk; None: nothing new for a while."""
 
@@ -156,49 +153,6 @@ async def merge(
         except TimeoutError:
             if not quiet:
                 yield None
-
-
-class Calls:
-    """Functions that wait, and their results; false if none waits.
-
-    Attributes:
-      alone: those that run while nothing is decoded.
-      between: those that run between rounds.
-    """
-
-    def __init__(self, changed: threading.Condition, check: Callable[[], None]) -> None:
-        """Nothing waits.
-
-        Args:
-          changed: notified of new functions.
-          check: raises an error once nobody runs functions any more.
-        """
-        self._changed, self._check = changed, check
-        self.alone: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self.between = self.alone.copy()
-
-    def __bool__(self) -> bool:
-        return bool(self.alone or self.between)
-
-    def run(self, function: Callable[[], ResultT], *, alone: bool = False) -> ResultT:
-        """Waits until the function has run on the scheduler's thread."""
-        done: Future[ResultT] = Future()
-        with self._changed:
-            (self.alone if alone else self.between).append((function, done))
-            self._changed.notify()
-        while True:
-            with suppress(TimeoutError):
-                return done.result(0.1)
-            self._check()
-
-
-def run_first(waiting: deque[tuple[Callable[[], Any], Future[Any]]]) -> None:
-    """Runs the function that waits longest; a `UserError` is its caller's."""
-    function, done = waiting.popleft()
-    try:
-        done.set_result(function())
-    except UserError as error:
-        done.set_exception(error)
 
 
 @dataclass
