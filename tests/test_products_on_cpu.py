@@ -12,8 +12,7 @@ import pytest
 
 from poss_jax import UserError
 from poss_jax.config.processor import SETTING, int8_products
-from poss_jax.model.linear import linear
-from poss_jax.model.products_on_cpu import multiply_integers, split_limbs
+from poss_jax.model.linear import linear, multiply_integers, split_limbs
 from poss_jax.model.quantise import Quantised, quantise
 
 

@@ -1,7 +1,6 @@
 """Compares drafts over the same questions.
 
 settings.py    settings of tune, lossless and roofline
-roofline.py    compares every phase with its floor (--roofline)
 by_depth.py    drafts by depth (--drift); by_depth_report.py has its tables
 questions.py   data sets -> questions -> prompts
 measure.py     decoding methods, and their times

@@ -30,7 +30,7 @@ class Quantised(struct.PyTreeNode):
     Attributes:
       values: int8, or float8_e4m3fn; all of them are exact in bfloat16.
       scale: factor of every output.
-      num_limbs: int8 numbers that a CPU writes an element of a row in (`products_on_cpu`).
+      num_limbs: int8 numbers that a CPU writes an element of a row in (`linear`).
     """
 
     values: Any  # [out in]; an array, or a stand-in such as its sharding
