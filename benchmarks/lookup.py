@@ -71,7 +71,7 @@ def load_engines(target: str | None, draft: str | None, num_copied: int) -> dict
     }
 
 
-def answer(engine: Engine, prompt: PreparedPrompt) -> Timed:
+def answer_timed(engine: Engine, prompt: PreparedPrompt) -> Timed:
     """Answers a prompt, and times the rounds after the first token."""
     final, clocks = None, list[tuple[float, float]]()
     for chunk in engine.decode_rounds(prompt):
@@ -102,9 +102,9 @@ def measure(
             length = len(prompt.ids) + prompt.max_new_tokens
             config = engines[name].decode_config(length)
             if config not in compiled:
-                answer(engines[name], prompt)
+                answer_timed(engines[name], prompt)
                 compiled.add(config)
-            answers[name] = answer(engines[name], prompt)
+            answers[name] = answer_timed(engines[name], prompt)
         timed.append(answers)
     expected = alone.decode(prompts, batch_size=len(prompts))
     return {name: summarise(timed, expected, name) for name in names}

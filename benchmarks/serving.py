@@ -86,9 +86,12 @@ def make_cases(engine: Engine, max_new_tokens: int, *, is_mixed: bool = False) -
             SHARED * (is_mixed and i % 2) + PROMPTS[i % len(PROMPTS)],
             max_new_tokens,
             SamplingConfig(temperature=1.0, seed=i),
-            grammar=Grammar.json_schema(schema) if schema else None,
         )
-        for i, schema in enumerate(schemas)
+        for i in range(len(schemas))
+    ]
+    prompts = [
+        Grammar.json_schema(schema).constrain(prompt, engine) if schema else prompt
+        for prompt, schema in zip(prompts, schemas, strict=True)
     ]
     answers = engine.decode(prompts, batch_size=8)
     expected = [answer.output_ids for answer in answers]
