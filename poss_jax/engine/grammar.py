@@ -1,5 +1,7 @@
 """Grammars: what an answer must match, compiled for the tokens of a target.
 
+    prompt = Grammar.choice(["yes", "no"]).constrain(engine.prepare("Is it?", 8), engine)
+
     Grammar ─► GrammarCompiler (a target's) ─► GrammarState (an answer's) ─► masks, a bit per token
 
 `llguidance` reads schemas and grammars and matches tokens byte by byte. It needs about 30 us per
