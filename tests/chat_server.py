@@ -4,9 +4,11 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from http.server import BaseHTTPRequestHandler
+from threading import Lock
 from typing import Any
+
+from hub_server import http_server
 
 Reply = tuple[int, Any]
 
@@ -61,22 +63,9 @@ class ChatServer:
 @contextmanager
 def serve(chat: ChatServer) -> Iterator[ChatServer]:
     """Runs the server in a thread."""
-
-    class Handler(_Handler):
-        pass
-
-    Handler.chat = chat
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    chat.url = f"http://127.0.0.1:{server.server_port}/v1"
-    thread = Thread(target=server.serve_forever, args=[0.01], daemon=True)
-    thread.start()
-    try:
+    with http_server(type("Handler", (_Handler,), {"chat": chat})) as address:
+        chat.url = f"{address}/v1"
         yield chat
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -82,6 +82,15 @@ def watched_programs(request: pytest.FixtureRequest) -> Iterator["Watch | None"]
     watch.check(at_least=0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def rows_of_caches(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Gives caches the rows that a module names `LEAST_ROWS`: one program for all lengths."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rows := getattr(request.module, "LEAST_ROWS", None):
+            patch.setattr("poss_jax.engine.device._LEAST_ROWS", rows)
+        yield
+
+
 @pytest.fixture
 def fresh_programs() -> Iterator[None]:
     """Isolates a test from programs traced or compiled before and after it."""

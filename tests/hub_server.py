@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,21 +42,37 @@ class Hub:
 @contextmanager
 def serve(hub: Hub) -> Iterator[Hub]:
     """Runs the server in a thread."""
+    with http_server(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
+        yield hub
 
-    class Handler(_Handler):
-        pass
 
-    Handler.hub = hub
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = Thread(target=server.serve_forever, daemon=True)
+@contextmanager
+def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serves in a thread; gives the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = Thread(target=server.serve_forever, args=[0.01], daemon=True)
     thread.start()
     try:
-        yield hub
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def run_with_hub(hub_url: str, home: Path, code: str, *arguments: str, **variables: str) -> dict:
+    """Runs code in a new process that fetches from a Hub; returns the JSON of its last line.
+
+    A new one, because huggingface_hub reads most of its settings when it is imported.
+    """
+    env = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+    env |= {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"} | variables
+    env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    command, root = [sys.executable, "-c", code, *arguments], Path(__file__).parents[1]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=env)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 class _Handler(BaseHTTPRequestHandler):

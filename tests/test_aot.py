@@ -39,6 +39,9 @@ MODEL = tiny_llama(
     max_position_embeddings=1024,
 )
 DEEP = SpecialistsConfig(positions_per_specialist=(1, 2), layers_per_specialist=(3,), depth=3)
+# Each is compiled once, and tested for all of its changes.
+LIMITED = {"draft_tokens": 1024, "batch_size": 8}
+QUANTISED = {"quantise": "int8", "specialists": DEEP}
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
@@ -83,8 +86,8 @@ def test_nothing_sorts_the_vocabulary(name):
     [
         ("step", {}),
         ("round", {}),
-        ("round", {"batch_size": 8}),
-        ("round", {"specialists": DEEP}),
+        ("round", LIMITED),
+        ("round", QUANTISED),
         pytest.param("round", {"specialists": DEEP, "batch_size": 8}, marks=pytest.mark.slow),
     ],
 )
@@ -107,7 +110,7 @@ def sums_of_products(text: str) -> list[str]:
     return [name for name in fusions if " dot(" in bodies[name] and " reduce(" in bodies[name]]
 
 
-@pytest.mark.parametrize("changes", [{}, {"quantise": "int8"}])
+@pytest.mark.parametrize("changes", [{}, QUANTISED])
 def test_no_fusion_on_a_cpu_sums_a_product(changes):
     """JAX 0.10.2 to 0.12.0 compute `((x @ broadcast(s)) * x).sum()` as 1e36, or NaN."""
     assert sums_of_products(compiled("round", **changes).text) == []
@@ -256,7 +259,7 @@ def test_models_that_do_not_fit_are_refused(words, message):
         plan(config, make_mesh(config.mesh))
 
 
-@pytest.mark.parametrize("changes", [{}, {"draft_tokens": 1024}])
+@pytest.mark.parametrize("changes", [{}, LIMITED])
 @pytest.mark.parametrize("name", ["prefill", "step", "round"])
 def test_what_is_lent_is_counted_once(name, changes):
     plan = planned(**changes)

@@ -83,6 +83,7 @@ LLAMA = tiny_llama(vocab_size=64, max_position_embeddings=128)
 EAGLE = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
 EAGLE3 = DraftConfig(layer=LLAMA, family="eagle3", aux_layers=(0, 1), kv="shared", head_size=64)
 TREE = TreeConfig(depth=2, top_k=2, total_tokens=6)
+EVEN = tuple(range(0, 64, 2))
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 SAMPLING = [SamplingConfig(temperature=1, seed=3), SamplingConfig()]
 
@@ -95,8 +96,9 @@ def answers(engine: Engine) -> list[Any]:
     "draft, vocabulary, tied",
     [
         pytest.param(None, None, False, id="plain", marks=pytest.mark.slow),
-        pytest.param(EAGLE, None, True, id="tied"),
-        pytest.param(EAGLE, tuple(range(0, 64, 2)), False, id="vocabulary"),
+        pytest.param(EAGLE, None, True, id="tied", marks=pytest.mark.slow),
+        pytest.param(EAGLE, EVEN, False, id="vocabulary", marks=pytest.mark.slow),
+        pytest.param(EAGLE, EVEN, True, id="vocabulary of a tied head"),
         pytest.param(EAGLE3, None, False, id="eagle3"),
     ],
 )

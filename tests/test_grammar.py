@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from poss_jax.engine.leader import follow
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scoring import score_prompt
 
+LEAST_ROWS = 128
 EOS, VOCAB = 1, len(BYTE_LEVEL)
 LLAMA = tiny_llama(vocab_size=VOCAB, max_position_embeddings=400, eos_token_ids=(EOS,))
 LAYER = replace(LLAMA, num_layers=1)
@@ -61,13 +61,6 @@ REQUESTS = [  # grammar, settings
     (Grammar.lark('start: "<" WORD ">" start? \nWORD: /[xyz]{1,4}/'), SamplingConfig()),
     (None, SamplingConfig()),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def same_layout() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poss_jax.engine.device._LEAST_ROWS", 128)
-        yield
 
 
 def draw_engine(

@@ -1,25 +1,19 @@
 """Checkpoints from the Hub, which is a server on this machine: huggingface_hub itself fetches."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from convert_sources import TINY, target_tensors, write_source
-from hub_server import COMMIT, TOKEN, Hub, serve
+from hub_server import COMMIT, TOKEN, Hub, run_with_hub, serve
 
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError
 from poss_jax.convert.source import check_blob
 
-ROOT = Path(__file__).parents[1]
-
-# Converts one source after the other, and prints what came of each. A new process, because
-# huggingface_hub reads most of its settings when it is imported.
+# Converts one source after the other, and prints what came of each.
 _SCRIPT = """
 import json, sys
 from poss_jax.config.reading import UserError
@@ -37,14 +31,8 @@ print(json.dumps(said))
 
 def convert(hub_url: str, home: Path, output: Path, sources: list[str], **env: str) -> dict:
     """A process's message about each source; None if it was converted."""
-    variables = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
-    variables |= {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"} | env
-    variables |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    arguments = json.dumps([source.split() for source in sources])
-    command = [sys.executable, "-c", _SCRIPT, arguments, str(output)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
-    assert result.returncode == 0, result.stderr
-    said = json.loads(result.stdout.splitlines()[-1])
+    given = json.dumps([source.split() for source in sources]), str(output)
+    said = run_with_hub(hub_url, home, _SCRIPT, *given, **env)
     assert all("\n" not in (line or "") for line in said.values())
     return said
 

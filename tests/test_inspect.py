@@ -1,9 +1,6 @@
 """inspect: describes any source, and converts nothing."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +14,11 @@ from convert_sources import (
     target_tensors,
     write_source,
 )
-from hub_server import COMMIT, Hub, serve
+from hub_server import COMMIT, Hub, run_with_hub, serve
 
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main
 from poss_jax.convert.inspection import inspect
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +183,13 @@ def test_source_that_is_missing(source):
 # The Hub
 
 
+INSPECT = """
+import json, sys
+from poss_jax.convert.inspection import inspect
+print(json.dumps({name: inspect(name).summary for name in sys.argv[1:]}))
+"""
+
+
 def test_only_headers_are_fetched(tmp_path):
     tensors = draft_tensors(2, **{"embed_tokens.weight": (16, 8)})
     tensors["layers.0.mlp.up_proj.weight"] = np.zeros((200_000, 8), np.float32)
@@ -197,7 +199,7 @@ def test_only_headers_are_fetched(tmp_path):
     (only_bin / "config.json").write_text(json.dumps(TINY))
     (only_bin / "pytorch_model.bin").write_bytes(b"no header to fetch alone")
     with serve(Hub(models={"owner/big": big, "owner/bin": only_bin})) as hub:
-        said = inspect_in_a_process(hub.url, tmp_path / "home", ["owner/big", "owner/bin"])
+        said = run_with_hub(hub.url, tmp_path / "home", INSPECT, "owner/big", "owner/bin")
     assert said["owner/big"]["parameters"] == sum(value.size for value in tensors.values())
     assert (
         "layers.0.mlp.up_proj.weight want [12, 8] got [200000, 8]" in said["owner/big"]["refused"]
@@ -205,19 +207,3 @@ def test_only_headers_are_fetched(tmp_path):
     assert hub.num_bytes < 200_000
     assert "pytorch_model.bin" in said["owner/bin"]["refused"]
     assert any(path.startswith(f"owner/big/resolve/{COMMIT}/") for _, path, _ in hub.requests)
-
-
-def inspect_in_a_process(hub_url, home, sources):
-    """The summary of each source; in a new process, as in test_hub.py."""
-    script = (
-        "import json, sys\n"
-        "from poss_jax.convert.inspection import inspect\n"
-        "print(json.dumps({name: inspect(name).summary for name in sys.argv[1:]}))\n"
-    )
-    env = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
-    env |= {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-    env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-c", script, *sources]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])

@@ -232,8 +232,15 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("is_sampled", [False, True])
-@pytest.mark.parametrize("family", DRAFTS)
+@pytest.mark.parametrize(
+    ("family", "is_sampled"),
+    [
+        ("poss", True),
+        ("eagle3", False),
+        pytest.param("poss", False, marks=pytest.mark.slow),
+        pytest.param("eagle3", True, marks=pytest.mark.slow),
+    ],
+)
 def test_copies_change_no_token(family, is_sampled):
     check_tokens(family, is_sampled=is_sampled)
 

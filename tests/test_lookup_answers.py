@@ -1,6 +1,6 @@
 """Answers with copies: those of the target alone, with any draft or none, in any company."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,15 +23,9 @@ from poss_jax.program.options import load_engine
 from poss_jax.program.running import BRACKETS, BRACKETS_OF_COPIES
 
 LOOKUP = 6
+LEAST_ROWS = 128
 
 Main = Callable[[list[str]], None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_programs() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poss_jax.engine.device._LEAST_ROWS", 128)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +52,12 @@ def count_copied(answers: Sequence[Generation | None]) -> int:
 @pytest.mark.parametrize(
     ("config", "options", "batch_size"),
     [
-        pytest.param(POSS, {}, 4, id="PosS"),
-        pytest.param(POSS, {"drafting": "argmax"}, 3, id="argmax"),
-        pytest.param(E3, {}, 4, id="EAGLE-3"),
-        pytest.param(None, {}, 1, id="no draft"),
+        # Coupled PosS, and no draft: also behind a server, below.
+        pytest.param(POSS, {}, 4, id="PosS", marks=pytest.mark.slow),
+        pytest.param(POSS, {"drafting": "argmax"}, 3, id="argmax", marks=pytest.mark.slow),
+        pytest.param(E3, {}, 4, id="EAGLE-3", marks=pytest.mark.slow),
+        pytest.param(E3, {"drafting": "argmax"}, 3, id="EAGLE-3, argmax"),
+        pytest.param(None, {}, 1, id="no draft", marks=pytest.mark.slow),
     ],
 )
 def test_copies_change_no_text(config, options, batch_size, alone) -> None:

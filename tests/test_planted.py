@@ -55,9 +55,8 @@ def test_the_process_that_tries_grammars_runs_no_code_of_the_working_folder(fold
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command, options = poss(
-        folder, tmp_path, "serve", "model.gguf", "--port", port, "--max-length", "64"
-    )
+    small = "--max-length 64 --batch-size 1 --max-logprobs 0".split()
+    command, options = poss(folder, tmp_path, "serve", "model.gguf", "--port", port, *small)
     with (
         subprocess.Popen(command, stderr=subprocess.DEVNULL, **options) as server,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client,

@@ -25,13 +25,13 @@ from poss_jax.engine.steps import Block
 from poss_jax.model.cache import KeysValues
 
 MUCH = 2**26
+LEAST_ROWS = 512
 TEXT = np.random.default_rng(0).integers(0, 61, 400).tolist()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_programs() -> Iterator[None]:
+def chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poss_jax.engine.device._LEAST_ROWS", 512)
         patch.setattr("poss_jax.engine.device.CPU_CHUNKS", (64, 16))
         yield
 

@@ -29,6 +29,7 @@ from poss_jax.model.documents import encode
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Params
 
+LEAST_ROWS = 512  # `alone` compiles one program for all lengths of prompts
 TREES = {1: TreeConfig(depth=2, top_k=2, total_tokens=6), 4: None}
 SETTINGS = [
     SamplingConfig(),
@@ -51,14 +52,6 @@ def draw_pair(seed: int) -> tuple[Params, Params]:
 def draw_engine(seed: int = 0) -> Engine:
     target, draft = draw_pair(seed)
     return make_engine(LLAMA, target, DRAFT, draft, tree=TREES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_programs() -> Iterator[None]:
-    """`alone` compiles one program for all lengths of prompts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poss_jax.engine.device._LEAST_ROWS", 512)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -670,13 +670,6 @@ def test_refusals_name_the_field(served, body, message, param) -> None:
     assert (error["message"][: len(message)], error["param"]) == (message, param)
 
 
-@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
-def test_json_of_another_content_type(served: Served, kind: str) -> None:
-    response = served.post("/v1/completions", {"prompt": "x"}, **{"content-type": kind})
-    message = "body: want a JSON object, with Content-Type: application/json"
-    assert response.status_code == 400 and response.json()["error"]["message"] == message
-
-
 def test_images_are_refused(client: openai.OpenAI) -> None:
     content = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]
     with pytest.raises(openai.BadRequestError, match="type text") as caught:
@@ -716,8 +709,6 @@ def test_unknown_fields_are_ignored(client, caplog) -> None:
     "body",
     [
         b"{",
-        b"",
-        b"[]",
         b"null",
         b'{"prompt": "a"',
         b"\xff\xfe",
@@ -803,10 +794,6 @@ def test_request_ids(served: Served) -> None:
         headers = {"x-request-id": bad.encode("latin-1")}
         given = served.get("/v1/nothing", **headers).headers["x-request-id"]
         assert given != bad and len(given) == 16
-    lines = served.exchange(
-        b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx-request-id: a\rb: c\r\n\r\n"
-    )
-    assert b"b: c" not in lines
 
 
 def test_errors_name_no_paths(runs: Runs, served: Served) -> None:

@@ -23,13 +23,7 @@ from poss_jax.engine.streams import Ticket
 from poss_jax.engine.warm_up import WarmUp, _Task
 
 SAMPLED = SamplingConfig(temperature=1.0, seed=7)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_programs() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poss_jax.engine.device._LEAST_ROWS", 512)
-        yield
+LEAST_ROWS = 512
 
 
 @pytest.fixture(scope="module")
