@@ -147,8 +147,8 @@ def test_a_full_queue_takes_no_request_and_no_part_of_one(served: Served) -> Non
         assert post(served, LONG | {"n": 100}).status_code == 429
         assert served.scheduler.num_waiting == 1
     with flood(served, num_waiting=2):
-        with pytest.raises(openai.RateLimitError) as caught:
-            served.client(api_key=KEY).completions.create(model=MODEL, prompt="def")
+        with served.client(api_key=KEY) as client, pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model=MODEL, prompt="def")
         assert caught.value.response.headers["retry-after"] == "1"
         assert served.get("/health").status_code == 200
 
