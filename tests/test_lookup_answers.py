@@ -17,6 +17,7 @@ from poss_jax import Engine, Generation, SamplingConfig, Scheduler, UserError
 from poss_jax.config.bench import BenchConfig, MethodConfig
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.models import DraftConfig
+from poss_jax.engine import trees
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.text import Piece
 from poss_jax.program.options import load_engine
@@ -170,3 +171,20 @@ def test_no_tree_and_lookup_leave_out_the_draft(runs: Runs) -> None:
     )
     engine = load_engine(config)
     assert (engine.draft_config, engine.max_accepted) == (None, 5)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "lookup"),
+    [
+        ("cpu", {}, 8),
+        ("cpu", {"lookup": 0}, 0),
+        ("cpu", {"draft": None}, 0),
+        ("cpu", {"drafting": "sampled"}, 0),
+        ("gpu", {}, 0),
+        ("gpu", {"lookup": 3}, 3),
+    ],
+)
+def test_a_draft_on_cpu_is_joined_by_copies(runs, monkeypatch, device, settings, lookup) -> None:
+    models = {"target": runs.model("target"), "draft": runs.model("poss2")}
+    monkeypatch.setattr(trees.jax, "default_backend", lambda: device)
+    assert load_engine(GenerateConfig(question="?", **models | settings)).lookup == lookup

@@ -165,6 +165,9 @@ class AnswerConfig(DecodingConfig):
     Attributes:
       draft: Model folder of a draft made for the target; EAGLE-2, HASS and PosS-1 name the default
         target's. Without one, decoding is autoregressive.
+      lookup: Most tokens that a round copies from the prompt and the answer so far
+        (docs/faster.md, "Copies"), with or without a draft; null takes 8 beside a draft on CPU,
+        else 0, which copies none. Texts stay as they are.
       max_length: Most tokens of prompt and answer together; null takes the target's own limit.
       trees: YAML file of draft trees by batch size (docs/generate.md, "Trees by batch size"), or
         none: decode without the draft.
@@ -173,6 +176,7 @@ class AnswerConfig(DecodingConfig):
 
     sampling: SamplingOptions = Field(default_factory=SamplingOptions)
     draft: str | None = None
+    lookup: Lookup | None = None
     max_length: Count | None = None
     trees: str | None = None
     stop: tuple[str, ...] = ()

@@ -36,6 +36,7 @@ from poss_jax.shapes import Params
 
 _LOG = logging.getLogger(__package__)
 _TUNED = "tuned"
+_LOOKUP = 8
 
 Trees = Mapping[int, TreeConfig | None]
 """Batch size -> tree for that many prompts and more; None decodes them without a draft."""
@@ -75,6 +76,14 @@ def default_tree() -> TreeConfig:
 def default_trees() -> Trees:
     """Default trees for this kind of device."""
     return {1: CPU_TREE} if jax.default_backend() == "cpu" else ACCELERATOR_TREES
+
+
+def default_lookup(drafting: Drafting) -> int:
+    """Default number of copies beside a draft: some on CPU, where they never cost anything.
+
+    docs/results/lookup.md has the numbers; accelerators have none yet.
+    """
+    return _LOOKUP if jax.default_backend() == "cpu" and drafting != "sampled" else 0
 
 
 def choose_trees(chosen: TreeConfig | Trees | None, draft: Params | None = None) -> Trees:

@@ -7,7 +7,7 @@ from poss_jax.bundled.default import default_drafts, find_model, with_bundled
 from poss_jax.config.decoding import SMOLLM2, AnswerConfig, SamplingConfig, SamplingOptions
 from poss_jax.config.paths import as_path
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.trees import read_trees
+from poss_jax.engine.trees import default_lookup, read_trees
 from poss_jax.program.arguments import FILTERS, check_depths, warn_of_idle
 
 _LOG = logging.getLogger(__name__)
@@ -29,13 +29,16 @@ def load_engine(config: AnswerConfig) -> Engine:
     draft = None if draft is None else find_model(draft, target=target)
     trees = {} if config.trees is None else read_trees(as_path(config.trees))
     check_depths(trees.values())
+    lookup = config.lookup
+    if lookup is None:
+        lookup = 0 if draft is None else default_lookup(config.drafting)
     return Engine.load(
         target,
         draft,
         tree=trees or config.tree,
         max_length=config.max_length,
         drafting=config.drafting,
-        lookup=config.lookup,
+        lookup=lookup,
         allow_target_mismatch=config.allow_target_mismatch,
         draft_vocabulary=config.draft_vocabulary,
         draft_window=config.draft_window,
