@@ -14,7 +14,7 @@ from infer.chat_session import Answered, Chat, compare, read_lines
 from poss_jax.config.decoding import ChatConfig
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.prompts import PreparedPrompt, with_seed
-from poss_jax.program.running import BRACKETS
+from poss_jax.program.running import BRACKETS, BRACKETS_OF_COPIES
 
 N = 6
 TREE = poss_jax.TreeConfig(depth=3, top_k=2, total_tokens=6)
@@ -56,7 +56,8 @@ def test_the_program_answers_the_lines_of_a_pipe(runs, monkeypatch, capsys) -> N
     models = ["--target", runs.model("target"), "--draft", runs.model("poss2")]
     main([*models, *tree, "--max-new-tokens", str(N)])
     captured = capsys.readouterr()
-    assert captured.err == "accepted drafts look {}like this{}\n".format(*BRACKETS)
+    marks = "accepted drafts look {}like this{}, copies from prompt and answer {}like this{}\n"
+    assert captured.err == marks.format(*BRACKETS, *BRACKETS_OF_COPIES)
     assert [line for line in captured.out.splitlines() if line.startswith(">")] == [
         "> def area_7",
         "> ",

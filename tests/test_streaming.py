@@ -259,7 +259,7 @@ def test_streamed_text_is_what_is_printed_otherwise(models, prompts, kind, capsy
 )
 def test_drafts_are_marked(models, answers, variables, marks, monkeypatch, capsys) -> None:
     set_colours(monkeypatch, **variables)
-    options = ["--max-new-tokens", str(N), "--stream", "--show-drafts"]
+    options = ["--max-new-tokens", str(N), "--stream", "--show-drafts", "--lookup", "0"]
     main([*models, "--prompt", PROMPTS[0], *options])
     captured = capsys.readouterr()
     before, after = marks
@@ -315,7 +315,7 @@ def test_interrupted_stream_keeps_what_was_printed_and_the_finished_answers(
     output = tmp_path / "answers.jsonl"
     options = ["--prompts", prompts, "--max-new-tokens", str(N), "--output", str(output)]
     with pytest.raises(KeyboardInterrupt):
-        main([*models, *options, "--stream"])
+        main([*models, *options, "--stream", "--lookup", "0"])
     text, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     begun = "".join(chunk.text for chunk in shown[-3:])
     assert begun and (second.text or "").startswith(begun)
