@@ -1,1 +1,19 @@
-"""Programs that make weights."""
+"""Programs that make weights.
+
+main.py          trains a target or a draft; training.py does it
+target_stage.py  what a run is that trains a target
+draft_stage.py   what a run is that trains a draft
+preparation.py   rows and dtype of both
+features.py      the frozen target's features, found or written
+loop.py          steps, validations, checkpoints
+run_folder.py    what a run leaves, and resuming from it; claims.py: who may write there
+run_log.py       what a run says
+devices.py       processes and devices of a run
+memory.py        what a step takes on each device
+plot.py          compares runs
+regenerate.py    lets a target write the answers to train on; regeneration.py does it
+answers.py       their chats and files
+server.py        a server that writes them
+self_prompt.py   questions that the target writes itself
+draft_vocab.py   the tokens that a draft may propose; vocabulary.py counts them
+"""

@@ -6,4 +6,5 @@ folder.py      writing a model, loading it to the device, verifying it
 items.py       a part of the weights, through Orbax
 whole.py       folders and files written whole, by one process at a time
 draft_vocabulary.py  the file of the tokens that a draft may propose
+torch_io.py    PyTorch's `.bin` files; the only file that imports torch
 """

@@ -7,6 +7,7 @@ regenerate.py    a target that writes chats
 decoding.py      runs of the decoding programs; sampling
 bench.py         comparisons of drafts
 numbers.py       bounded types of numbers
+processor.py     the products of int8 weights that a CPU is given
 reading.py       YAML files, `base:`, dotted overrides, keys and their help, messages
 json_reading.py  JSON from outside
 paths.py         paths that users write: local ones, and URIs of object stores

@@ -301,11 +301,11 @@ class DraftConfig:
         return self.num_specialists - 1
 
     def stream_at(self, depth: int) -> int:
-        """Index of the cache that drafting position `depth` reads and writes."""
+        """Index of the stream of keys and values that drafting position `depth` reads."""
         return 0 if self.kv == "shared" else self.specialist_at(depth)
 
     def num_streams(self, depth: int) -> int:
-        """Number of key/value caches that drafting `depth` positions reads."""
+        """Number of streams that drafting `depth` positions reads, further layers' included."""
         return max(map(self.stream_at, range(depth))) + 1 + self.num_further
 
 

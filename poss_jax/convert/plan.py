@@ -40,7 +40,7 @@ _WORDS = {"embed": "embedding", "head": "head"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """Everything `checkpoint.write_model` wants, and what to tell the user.
+    """Everything `write_model` wants, and what to tell the user.
 
     Attributes:
       record: the model to be written.

@@ -7,7 +7,8 @@ What is edited, quoted or filled in stands in the prompt already, and loops stan
 longest run of ids that ends like the sequence is taken, the last one of equally long runs, and what
 followed it is proposed (prompt lookup; in a draft's tree as in Graft, arXiv 2605.20104). A copy
 counts as likely as runs of its length were continued, so it takes the nodes of less likely drafts
-and no others. The target verifies copies like drafts.
+and no others. The target verifies copies like drafts: `speculate.draft_tree` merges them with what
+was drafted, `tree.select` marks them in the tree, and `verify.accept` counts the accepted ones.
 """
 
 import math

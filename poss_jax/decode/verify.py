@@ -1,4 +1,4 @@
-"""Acceptance: the target's choice at every node, and the path that agrees with it.
+"""Acceptance: the path that agrees with the target's choices (`speculate.choose_tokens`).
 
 Drafts are a deterministic expansion, so accepting the token the target itself chose, if the tree
 has it, is EAGLE-2's accept/reject scheme with the same acceptance probability, and the output is

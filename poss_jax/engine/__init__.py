@@ -3,14 +3,20 @@
 engine.py     Engine: preparing prompts, answering a batch of them or streaming one
 models.py     the models of an engine: loaded, fused, placed, joined, replaced
 prompts.py    text, token ids or chat messages -> PreparedPrompt; a batch of them as arrays
-loop.py       the decoding loop: admit, start, finish, deliver; scheduler.py runs it on a thread
+loop.py       the decoding loop: admit, start, finish, deliver
+scheduler.py  the loop on a thread: requests come and go at any time
 batch.py      a batch whose prompts begin together, and rounds with and without grammars
 slots.py      a batch whose requests come and go
+prefixes.py   the prefix cache: keys and values of prompts' beginnings
+warm_up.py    compiles the steps of slots in the order of use
 steps.py      what runs on the devices: prefill, rounds, scores
 rounds.py     new tokens on their way to the host; rounds per step
 answers.py    Generation and Chunk; answers that grow round by round
 streams.py    tickets: the queue of an answer between threads
-grammar.py    what an answer must match: masks of an answer's next token, and of a tree's nodes
+grammar.py    what an answer must match, compiled for a target
+grammar_tokens.py  the target's tokens, as llguidance takes them
+grammar_trials.py  a process that tries grammars within limits
+guides.py     a grammar's state in an answer: masks of the next token, and of a tree's nodes
 scoring.py    log-probabilities of prompts
 leader.py     one model on several hosts: process 0 decides the steps, the others repeat them
 text.py       tokens -> text that may be shown; stop strings

@@ -48,7 +48,7 @@ class Generation:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at the place of one token (see `decode.state.Logprobs`).
+    """Log-probabilities at the place of one token (see `decode.logprobs.Logprobs`).
 
     Attributes:
       chosen: log-probability of the token.

@@ -4,7 +4,8 @@
                                                     │                        │
                                          the device runs this step while the host reads the last
 
-No threads: whoever calls `Loop.turn` decodes. `scheduler.py` calls it on a thread.
+No threads: whoever calls `Loop.turn` decodes. `Engine` does over a `FixedBatch` (`answer_batch`,
+`stream_batch`), the server over `Slots`, on the thread of `scheduler.py`.
 """
 
 import time

@@ -5,6 +5,8 @@
     run                                           some rounds of all sequences
     draft ─► (the host walks) ─► verify           one round with grammars
     resize, score                                 another batch size; log-probabilities of a prompt
+    allocate, put                                 empty slots; a request from the host
+    cut_block, append_block                       chunks of a prompt, to and from the prefix cache
 
 The host chooses which step comes next: `loop.py` for `batch.py` and `slots.py`. Given the shapes of
 weights (`shapes_of`) in place of weights, a step compiles and returns shapes.
@@ -107,7 +109,7 @@ def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
 
 
 def jit_step(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Jits a step of slots, which given shapes of weights (see `steps`) compiles instead."""
+    """Jits a step, which given shapes of weights (`shapes_of`) compiles instead."""
     jitted = jax.jit(on_mesh(function), static_argnums=1, **settings)
 
     @wraps(function)
@@ -120,7 +122,7 @@ def jit_step(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
 
 
 def shapes_of(tree: Any) -> Any:
-    """Shapes, dtypes and shardings of the arrays of a tree, as a step of slots takes them."""
+    """Shapes, dtypes and shardings of the arrays of a tree, as a step takes them."""
 
     def shape_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -32,7 +32,7 @@ from poss_jax.shapes import Array, Bool, Float, Int
 
 
 class KVCache(struct.PyTreeNode):
-    """Keys and values of every layer (of every specialist, in a draft).
+    """Keys and values of every layer (in a draft, of every stream: see `DraftConfig`).
 
     Attributes:
       k: rotated keys, one array per layer.
@@ -59,7 +59,7 @@ def init_cache(
 
     Args:
       config: gives the heads and the rotary embedding.
-      num_layers: layers, or specialists.
+      num_layers: layers, or streams of a draft.
       size: S, rows per sequence.
       rope_length: most positions of a sequence.
       dtype: dtype of keys and values.

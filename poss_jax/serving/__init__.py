@@ -4,7 +4,10 @@ app.py         the ASGI application: endpoints, life cycle
 service.py     what the endpoints share: reads a request, submits it, answers; what /metrics shows
 bodies.py      bodies of requests: their fields, received, bounded, parsed; errors of the API
 requests.py    bodies -> jobs for the scheduler
+chats.py       messages and tools of a chat, and how its template is to write them
+grammars.py    fields that constrain an answer -> grammar
 replies.py     chunks of answers -> bodies and events
+tools.py       calls of tools in an answer's text
 acceptance.py  what answers say about their drafts
 responses.py   /v1/responses, translated to chats and back
 guard.py       checks of every request: key, size, id, access log
