@@ -118,11 +118,13 @@ def forced_round(
     path = jnp.broadcast_to(path[None], (len(chosen), len(path)))
     recorded = jnp.array(accepted_by(config), jnp.int32)
     num_accepted = recorded[state.output.num_rounds % len(recorded)]
+    none = jnp.zeros_like(num_accepted)
     acceptance = Acceptance(
         path=path,
         num_accepted=num_accepted,
         num_offered=num_accepted,
-        num_copied=jnp.zeros_like(num_accepted),
+        num_copied=none,
+        num_certain=none,
         emitted=jnp.take_along_axis(chosen, path, axis=1),
     )
     return speculate.commit(weights, config, request, state, out, acceptance)

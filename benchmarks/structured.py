@@ -61,16 +61,16 @@ def is_valid(text: str, schema: Schema) -> bool:
 
 def summarise(asked: Sequence[Asked]) -> dict[str, Any]:
     """Counts answers, and averages rounds; the first answers compile, so times are medians."""
-    accepted = [count for answer in asked for count in answer.answer.accepted_per_round]
     finished = [answer for answer in asked if answer.answer.stop_reason == "stop"]
     counted = [(answer, len(answer.answer.accepted_per_round)) for answer in asked]
     counted = [(answer, num_rounds) for answer, num_rounds in counted if num_rounds]
+    num_later = sum(len(answer.answer.output_ids) - 1 for answer in asked)
     return {
         "answers": len(asked),
         "finished": len(finished),
         "valid": sum(is_valid(str(answer.answer.text), answer.schema) for answer in finished),
         "tokens": sum(len(answer.answer.output_ids) for answer in asked),
-        "acceptance_length": 1 + sum(accepted) / max(len(accepted), 1),
+        "tokens_per_round": num_later / max(sum(count for _, count in counted), 1),
         "milliseconds": 1000 * median(answer.seconds / count for answer, count in counted),
         "cpu_milliseconds": 1000 * median(answer.cpu_seconds / count for answer, count in counted),
     }
@@ -80,7 +80,7 @@ def format_table(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
     columns = ("answers", "finished", "valid", "tokens")
     rows = [
-        (name, *(str(run[column]) for column in columns), f"{run['acceptance_length']:.2f}",
+        (name, *(str(run[column]) for column in columns), f"{run['tokens_per_round']:.2f}",
          f"{run['milliseconds']:.1f}", f"{run['cpu_milliseconds']:.1f}")
         for name, run in report["runs"].items()
     ]  # fmt: skip

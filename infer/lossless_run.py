@@ -69,7 +69,8 @@ class Setting:
     def name(self) -> str:
         tree = f"{self.tree.depth}/{self.tree.top_k}/{self.tree.num_nodes}"
         drafting = "" if self.engine.drafting == "coupled" else f", {self.engine.drafting} drafts"
-        return f"{self.draft}, tree {tree}, batch {self.batch_size}{drafting}"
+        lookup = f", lookup {self.engine.lookup}" if self.engine.lookup else ""
+        return f"{self.draft}, tree {tree}, batch {self.batch_size}{drafting}{lookup}"
 
 
 def check_lossless(
@@ -195,12 +196,12 @@ def _compare(
 
 
 def find_overlong(setting: Setting, answers: Sequence[Generation]) -> list[dict[str, Any]]:
-    """Answers with a round that accepted more tokens than its tree is deep."""
+    """Answers with a round that accepted more tokens than its tree, copies included, is deep."""
     longest = [max(answer.accepted_per_round, default=0) for answer in answers]
     return [
         {"setting": setting.name, "answer": index, "accepted": accepted, "is_excused": False}
         for index, accepted in enumerate(longest)
-        if accepted > max(setting.tree.max_accepted, setting.engine.lookup)
+        if accepted > setting.engine.max_accepted
     ]
 
 

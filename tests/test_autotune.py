@@ -177,6 +177,10 @@ def test_tuned_trees_are_those_of_an_engine_without_a_tree(runs, tmp_path, caplo
         engine = Engine.load(runs.model("target"), draft)
     assert engine.trees == trees
     assert f"{path}, tuned for this draft and device" in caplog.text
+    copying = Engine.load(runs.model("target"), draft, lookup=9)
+    assert copying.trees == trees
+    chains = [copying.decode_config(9, batch_size).num_copied for batch_size in (1, 4)]
+    assert chains == [SMALL.num_nodes - 1, 0]
     assert Engine.load(runs.model("target"), draft, tree=CPU_TREE).trees == {1: CPU_TREE}
     assert engine.load_draft(runs.model("poss2")).trees == {1: CPU_TREE}
     assert engine.with_tree(CPU_TREE).load_draft(draft).trees == {1: CPU_TREE}

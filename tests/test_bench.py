@@ -219,12 +219,22 @@ def test_methods_decode_as_they_say(runs: Runs) -> None:
         drafts={"plain": draft},
         methods={
             "small": MethodConfig(draft=draft, tree=small),
-            "sampled": MethodConfig(draft=draft, drafting="sampled"),
-            "int8": MethodConfig(quantise="int8"),
+            "sampled": MethodConfig(draft=draft, drafting="sampled", lookup=0),
+            "int8": MethodConfig(quantise="int8", lookup=0),
+            "copies": MethodConfig(tree=small, lookup=5),
         },
+        lookup=3,
     )
     engines = {decoder.name: decoder.engine for decoder in load_decoders(config)}
-    assert list(engines) == ["autoregressive", "plain", "small", "sampled", "int8"]
+    assert {name: engine.lookup for name, engine in engines.items()} == {
+        "autoregressive": 0,
+        "plain": 3,
+        "small": 3,
+        "sampled": 0,
+        "int8": 0,
+        "copies": 5,
+    }
+    assert engines["copies"].decode_config(1).num_copied == 2
     assert {name: one.trees for name, one in engines.items() if one.draft_config} == {
         "plain": {1: CPU_TREE},
         "small": {1: small},

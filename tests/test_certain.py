@@ -205,7 +205,7 @@ def by_mask(nodes, chosen, *, max_accepted):
     path = jnp.argsort(~is_accepted, axis=1, stable=True)[:, : max_accepted + 1].astype(jnp.int32)
     emitted = jnp.take_along_axis(chosen, path, axis=1)
     none = jnp.zeros_like(num_accepted)
-    return Acceptance(path, num_accepted, num_accepted, num_copied=none, emitted=emitted)
+    return Acceptance(path, num_accepted, num_accepted, none, none, emitted)
 
 
 MISTAKES = {

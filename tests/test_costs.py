@@ -265,10 +265,26 @@ def test_phases_are_timed(engine):
 def test_copies_alone_are_a_phase() -> None:
     target = random_target(LLAMA)
     engine = make_engine(LLAMA, target, tree=TreeConfig(depth=2, top_k=2, total_tokens=4), lookup=3)
-    batch = phases.Batch(engine, [engine.prepare([1, 2, 3], 8)])
+    prompt = engine.prepare([1, 2, 3], 8)
+    batch = phases.Batch(engine, [prompt])
     assert batch.draft(batch.config.tree).tokens.shape == (1, 4)
-    times = phases.measure_phases(engine, engine.prepare([1, 2, 3], 8), num_calls=1)
-    assert set(times) == {"prefill", *phases.PARTS, "round"}
+    card = phases.measure_card(engine, prompt, DEVICES["v5e"], num_calls=1)
+    names = {"prefill", *phases.PARTS, "round"}
+    assert set(card["phase_milliseconds"]) == set(card["costs"]) == names
+
+
+def test_copies_by_hand() -> None:
+    """A draft's tree keeps its 5 nodes, with paths of up to 4 copies; alone they are a chain."""
+    both, alone = replace(WORK, lookup=9), replace(WORK, draft=None, lookup=9)
+    assert costs.verify(both) == costs.verify(alone) == costs.verify(WORK)
+    assert costs.accept(both) == costs.accept(alone) == costs.accept(WORK)
+    assert costs.commit(alone) == Cost(bytes=4 * 2 * 2 * (2 * 5) * PAIR)
+    # A row more of the target's caches, and a pair more of the draft's, both by 2 sequences.
+    more = costs.commit(both).bytes - costs.commit(WORK).bytes
+    assert more == 4 * 2 * (2 * 2 + both.draft.num_streams(3)) * PAIR
+    assert cost_card(replace(alone, lookup=0), prompt_tokens=1) == cost_card(
+        replace(WORK, draft=None), prompt_tokens=1
+    )
 
 
 # --------------------------------------------------------------------------------------------------

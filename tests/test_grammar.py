@@ -131,7 +131,7 @@ def test_drafts_change_no_text(tree, config, alone) -> None:
     engine = draw_engine(tree, config)
     answers = engine.decode(prepare_all(engine), batch_size=4)
     assert [one.output_ids for one in answers] == [one.output_ids for one in alone]
-    assert answers[0].mean_acceptance_length > 1.5
+    assert len(answers[0].output_ids) - 1 > 1.5 * len(answers[0].accepted_per_round)
 
 
 def test_without_time_to_walk_texts_are_the_same(alone, monkeypatch) -> None:
@@ -158,6 +158,27 @@ def test_sampled_drafts_know_the_grammar_at_the_root() -> None:
     prompt = prepare(engine, [5, 7], 41, SamplingConfig(temperature=1.0, seed=3), grammar)
     (answer,) = engine.decode([prompt])
     assert answer.mean_acceptance_length > 1.4
+
+
+@pytest.mark.parametrize("has_draft", [True, False], ids=["draft", "no draft"])
+def test_certain_tokens_are_nobodys_drafts(has_draft: bool) -> None:
+    """They come with the rounds, but count as accepted no more than the target's own tokens."""
+    engine = draw_engine(TREE if has_draft else None).with_tree(TREE, lookup=6)
+    prompt = prepare_all(engine)[0]
+    chunks = list(engine.decode_rounds(prompt))
+    whole, depths = chunks[-1].answer, [depth for chunk in chunks for depth in chunk.depths]
+    assert whole is not None and len(whole.output_ids) > 2 * len(whole.accepted_per_round)
+    assert max(depths) <= TREE.depth and min(depths) == 0
+    assert sum(whole.accepted_per_round) == (sum(map(bool, depths)) if has_draft else 0)
+    scheduler = Scheduler(make_slots(engine))
+    try:
+        for length in range(1, len(whole.output_ids), 3):  # cut among certain tokens, too
+            *_, last = scheduler.submit(prompt._replace(max_new_tokens=length))
+            assert last.answer is not None and last.answer.output_ids == whole.output_ids[:length]
+            assert sum(last.answer.accepted_per_round) == sum(map(bool, depths[:length]))
+    finally:
+        scheduler.close()
+    assert has_draft == bool(scheduler.stats.drafted) == bool(scheduler.stats.accepted)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

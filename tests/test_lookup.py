@@ -89,7 +89,7 @@ def test_prompt_and_output_are_joined():
     )
     count, rows = jnp.asarray([2, 1], jnp.int32), jnp.zeros((2, 3), jnp.int32)
     tokens = jnp.asarray([[8, 9, 5], [8, 5, 5]], jnp.int32)
-    output = Output(tokens, count, rows, rows, rows, count, count == 0)
+    output = Output(tokens, count, rows, rows, rows, rows, count, count == 0)
     ids, length = join_ids(request, output)
     joined = [row[:n].tolist() for row, n in zip(np.asarray(ids), length, strict=True)]
     assert joined == [[1, 2, 3, 8, 9], [4, 5, 6, 7, 8]]
@@ -195,6 +195,7 @@ def test_a_chain_alone_is_the_tree_and_none_leaves_the_root():
         ([LONGEST, LONGEST - 1], [False, False], True),
         ([LONGEST, LONGEST - 1], [False, True], False),
         ([LONGEST, 0], [False, False], True),
+        ([LONGEST, LONGEST], [True, True], True),  # as where phases are timed
     ],
 )
 def test_the_longest_runs_need_no_draft(runs, is_done, is_drafted):

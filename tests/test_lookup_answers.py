@@ -1,19 +1,32 @@
 """Answers with copies: those of the target alone, with any draft or none, in any company."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from models import certain_pair, make_engine, tiny_llama
 from programs import Runs, refusal
+from serving import MODEL, serving, until
 from test_grammar import E3, POSS, TREE, draw_engine, make_slots, prepare_all
 from test_mesh import EIGHT, random_engine
 from test_mesh import POSS as POSS_ON_MESH
+from test_text import BYTE_FALLBACK, BYTE_LEVEL, spell
+from transformers import PreTrainedTokenizerFast
 
 from infer import chat, generate, lossless, serve
 from infer.bench import __main__ as bench
 from infer.generate_run import Screen
-from poss_jax import Engine, Generation, SamplingConfig, Scheduler, UserError
+from poss_jax import (
+    Engine,
+    Generation,
+    SamplingConfig,
+    Scheduler,
+    Slots,
+    TreeConfig,
+    UserError,
+)
 from poss_jax.config.bench import BenchConfig, MethodConfig
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.models import DraftConfig
@@ -23,8 +36,9 @@ from poss_jax.engine.text import Piece
 from poss_jax.program.options import load_engine
 from poss_jax.program.running import BRACKETS, BRACKETS_OF_COPIES
 
-LOOKUP = 6
+LOOKUP, ALL = 6, 1000  # of a tree all nodes at most
 LEAST_ROWS = 128
+CHAIN = TreeConfig(depth=5, top_k=1, total_tokens=6)
 
 Main = Callable[[list[str]], None]
 
@@ -36,9 +50,11 @@ def alone() -> list[Generation]:
     return engine.decode(prepare_all(engine), batch_size=4)
 
 
-def with_lookup(config: DraftConfig | None, **options: Any) -> Engine:
-    engine = draw_engine(None) if config is None else draw_engine(TREE, config, **options)
-    return engine.with_tree(TREE, lookup=LOOKUP)
+def with_lookup(
+    config: DraftConfig | None, tree: TreeConfig = TREE, lookup: int = LOOKUP, **options: Any
+) -> Engine:
+    engine = draw_engine(None) if config is None else draw_engine(tree, config, **options)
+    return engine.with_tree(tree, lookup=lookup)
 
 
 def ids(answers: Sequence[Generation | None]) -> list[list[int]]:
@@ -56,19 +72,27 @@ def count_copied(answers: Sequence[Generation | None]) -> int:
         # Coupled PosS, and no draft: also behind a server, below.
         pytest.param(POSS, {}, 4, id="PosS", marks=pytest.mark.slow),
         pytest.param(POSS, {"drafting": "argmax"}, 3, id="argmax", marks=pytest.mark.slow),
+        pytest.param(POSS, {"lookup": ALL}, 4, id="all", marks=pytest.mark.slow),
+        pytest.param(POSS, {"tree": CHAIN, "lookup": 2}, 4, id="chain", marks=pytest.mark.slow),
         pytest.param(E3, {}, 4, id="EAGLE-3", marks=pytest.mark.slow),
         pytest.param(E3, {"drafting": "argmax"}, 3, id="EAGLE-3, argmax"),
+        pytest.param(
+            E3, {"tree": CHAIN, "lookup": ALL}, 3, id="EAGLE-3, chain", marks=pytest.mark.slow
+        ),
         pytest.param(None, {}, 1, id="no draft", marks=pytest.mark.slow),
+        pytest.param(None, {"lookup": ALL}, 4, id="no draft, all", marks=pytest.mark.slow),
     ],
 )
 def test_copies_change_no_text(config, options, batch_size, alone) -> None:
     engine = with_lookup(config, **options)
     answers = engine.decode(prepare_all(engine), batch_size=batch_size)
     assert ids(answers) == ids(alone)
+    assert [answer.text for answer in answers] == [answer.text for answer in alone]
     assert count_copied(answers) > 0
     for answer in answers:
         counts = zip(answer.copied_per_round, answer.accepted_per_round, strict=True)
-        assert all(copied <= accepted <= LOOKUP for copied, accepted in counts)
+        assert all(copied <= accepted <= engine.max_accepted for copied, accepted in counts)
+        assert max(answer.copied_per_round) <= engine.lookup
 
 
 @pytest.mark.parametrize("config", [POSS, None], ids=["PosS", "no draft"])
@@ -90,6 +114,48 @@ def test_copies_change_no_text_of_a_server(config, alone) -> None:
     assert count_copied(answers[8:]) == 0
 
 
+@pytest.mark.parametrize("config", [POSS, None], ids=["PosS", "no draft"])
+def test_cached_beginnings_of_prompts_are_copied_from(
+    config: DraftConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poss_jax.engine.device.CPU_CHUNKS", (32, 16))
+    engine = with_lookup(config)
+    passage = np.random.default_rng(0).integers(4, 260, 40).tolist()
+    chats = [[*passage, 5 + index, *passage[: 20 + index]] for index in range(4)]
+    sampling = SamplingConfig(temperature=0.5, seed=1)
+    prompts = [engine.prepare(chat, 40, sampling, max_length=110) for chat in chats]
+    alone = engine.with_tree({1: None}).decode(prompts)
+    slots = Slots(engine, sizes=(4,), max_length=110, max_prefix_bytes=2**26)
+    scheduler = Scheduler(slots)
+    try:
+        first = list(scheduler.submit(prompts[0]))[-1].answer
+        streams = scheduler.submit_all(prompts[1:])
+        answers = [first, *(list(stream)[-1].answer for stream in streams)]
+    finally:
+        scheduler.close()
+    assert scheduler.error is None
+    assert ids(answers) == ids(alone)
+    assert [answer.cached_tokens for answer in answers if answer] == [0, 32, 32, 32]
+    assert count_copied(answers) > 0
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["level", "fallback"])
+def test_streams_of_copied_pieces_of_characters(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Tokens are bytes of two characters, and a special one, which adds no text."""
+    engine = with_lookup(POSS)
+    engine.tokenizer = tokenizer
+    tokens = [*spell(tokenizer, "é\N{THUMBS UP SIGN}"), tokenizer.convert_tokens_to_ids("<pad>")]
+    biased = SamplingConfig(temperature=1.0, seed=4, logit_bias=dict.fromkeys(tokens, 80.0))
+    prompt = engine.prepare(tokens * 3, 60, biased)
+    chunks = list(engine.decode_rounds(prompt))
+    answer = chunks[-1].answer
+    (alone,) = engine.with_tree({1: None}).decode([prompt])
+    assert answer is not None and set(answer.output_ids) == {*tokens}
+    assert (answer.output_ids, answer.text) == (alone.output_ids, alone.text)
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    assert count_copied([answer]) > 0
+
+
 def test_streams_tell_copies_from_drafts() -> None:
     engine = with_lookup(POSS)
     prompt = prepare_all(engine)[-1]
@@ -103,6 +169,43 @@ def test_streams_tell_copies_from_drafts() -> None:
     for chunk in chunks:
         origins = [piece.origin for piece in chunk.pieces]
         assert origins == sorted(origins, key=["drafted", "copied", "chosen"].index)
+
+
+@pytest.mark.slow
+def test_eight_clients_with_and_without_copies(runs: Runs) -> None:
+    """Every third one hangs up within its text."""
+    engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=TREE, lookup=LOOKUP)
+    ways = [{"draft": False}, {"lookup": False}, {}]
+    asked = [{"prompt": "def area_7(width, heig" * 2 + "ht" * n, "seed": n} for n in range(8)]
+
+    with serving(engine) as served, ThreadPoolExecutor(8) as pool:
+        client = served.client()
+
+        def ask(index: int) -> tuple[str, int]:
+            body = asked[index // 9] | ways[index % 3]
+            text, own = "", {name: body.pop(name) for name in ("draft", "lookup") if name in body}
+            options = {"temperature": index // 9 % 2, "max_tokens": 60, "extra_body": own}
+            options |= {"stream_options": {"include_usage": True}}
+            stream = client.completions.create(model=MODEL, stream=True, **body, **options)
+            for event in stream:
+                if not event.choices:
+                    return text, event.usage.speculation["copied_tokens"]
+                text += event.choices[0].text
+                if index // 3 % 3 == 2 and text:
+                    stream.close()
+                    break
+            return text, 0
+
+        until(lambda: served.service.is_compiled, seconds=600)
+        answers = list(pool.map(ask, range(9 * len(asked))))
+        until(lambda: served.scheduler._loop.is_idle)
+        assert served.scheduler.error is None
+    for first in range(0, len(answers), 9):
+        texts = [text for text, _ in answers[first : first + 9]]
+        assert len({*texts[:6]}) == 1
+        assert all(texts[0].startswith(text) for text in texts)
+    copied = [sum(count for _, count in answers[way::3]) for way in range(3)]
+    assert copied[:2] == [0, 0] and copied[2] > 0
 
 
 def test_a_loop_is_copied_to_its_end() -> None:

@@ -59,7 +59,7 @@ def test_scores_of_a_low_temperature_round_as_coarsely_as_their_logits():
 
 
 def test_more_accepted_than_the_tree_is_deep_is_a_failure():
-    engine = SimpleNamespace(drafting="coupled", lookup=0)
+    engine = SimpleNamespace(drafting="coupled", lookup=0, max_accepted=3)
     setting = lossless_run.Setting("EAGLE", engine, TreeConfig(depth=3, top_k=2, total_tokens=6), 1)
     answers = [
         Generation([1], [2] * 9, None, accepted, accepted, "length")
@@ -95,10 +95,12 @@ def few_settings(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_settings")
-def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys):
-    main(arguments(runs, tmp_path))
+@pytest.mark.parametrize("lookup", [0, 9])
+def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys, lookup):
+    main([*arguments(runs, tmp_path), "--lookup", str(lookup)])
     out = capsys.readouterr().out
-    assert "| PosS-2, tree 1/3/4, batch 4 | 12 | 0 | 0 |" in out
+    copies = f", lookup {lookup}" if lookup else ""
+    assert f"| PosS-2, tree 1/3/4, batch 4{copies} | 12 | 0 | 0 |" in out
     report = json.loads(out.splitlines()[-1])
     assert report["failures"] == report["excused"] == [] and report["answers"] == 12
     assert 0 < report["largest_rounding"] < lossless_run.MAX_ROUNDING

@@ -503,7 +503,10 @@ def test_calls_are_read_from_the_tokens_of_public_tokenizers(kind: str) -> None:
         tokens += tokenizer_pool.ids_of(kind, [piece]) or tokenizer_pool.spell(tokenizer, piece)
     shown_ids = list(marks_of(tokenizer, FORMS["hermes"]).values())
     live = LiveAnswer(PreparedPrompt(tokens[:1], 1, shown_ids=shown_ids), [], tokenizer, ())
-    chunks = [live.add(Round([token], 0, 0, is_done=False)) for token in tokens[1:]]
+    chunks = [
+        live.add(Round([token], is_done=False, num_accepted=0, num_offered=0))
+        for token in tokens[1:]
+    ]
     texts = [chunk.text for chunk in [*chunks, live.cancel()]]
     assert read("hermes", *texts) == ("so. \n\n\n\n\n\n and on", calls)
 
@@ -518,5 +521,5 @@ def test_marks_that_are_special_tokens_are_read() -> None:
     for shown, begin in ((prompt, "[TOOL_CALLS]"), (prompt._replace(shown_ids=()), "")):
         live = LiveAnswer(shown, [], tokenizer, ())
         for token in (mark, *inside):
-            live.add(Round([token], 0, 0, is_done=False))
+            live.add(Round([token], is_done=False, num_accepted=0, num_offered=0))
         assert live.cancel().answer.text == begin + json.dumps([PORTO])  # type: ignore[union-attr]

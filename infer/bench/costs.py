@@ -1,8 +1,8 @@
 """The cost card: bytes and FLOPs of every phase of decoding, and the least time they take.
 
 Bytes are the weights, once per phase, the cache rows that are attended or written, and the logits
-that are read; FLOPs are the matrix products. Norms, biases, looked-up embeddings and activations
-are left out, since weights dwarf them.
+that are read; FLOPs are the matrix products. Norms, biases, looked-up embeddings, activations and
+the ids that lookup reads are left out, since weights dwarf them.
 
     level = draft_level(work, depth=0)
     level.milliseconds(DEVICES["h100"])    # its floor on this device
@@ -81,6 +81,7 @@ class Workload:
     target: LlamaConfig
     draft: DraftConfig | None = None  # None decodes autoregressively
     tree: TreeConfig = ACCELERATOR_TREE
+    lookup: int = 0  # most tokens that a round copies, with or without a draft
     batch: int = 1  # sequences
     context: int = 0  # committed tokens of each
     draft_vocabulary: int | None = None  # tokens that the draft may propose; None: all of its head
@@ -88,6 +89,11 @@ class Workload:
     specialist_bytes: float = 4.0  # of the specialists' layers
     draft_bytes: float = 4.0  # of the draft's other matrices
     cache_bytes: float = 4.0
+
+    @property
+    def shape(self) -> StaticShape:
+        """The same as a setting of decoding, which knows the size of a round's tree."""
+        return StaticShape(self.target, self.draft, self.tree, rows=0, lookup=self.lookup)
 
 
 def stored_in(work: Workload, each: float) -> Workload:
@@ -106,6 +112,8 @@ def describe_workload(
     size = target.num_layers * _layer_weights(target) + target.vocab_size * target.hidden_size
     work = Workload(
         target=target,
+        tree=config.tree,
+        lookup=config.lookup,
         batch=batch,
         context=context,
         target_bytes=_num_bytes(arrays) / size,
@@ -122,7 +130,6 @@ def describe_workload(
     return replace(
         work,
         draft=config.draft,
-        tree=config.tree,
         draft_vocabulary=weights.draft["head"]["weight"].shape[0],
         specialist_bytes=_num_bytes((specialists, further)) / size,
     )
@@ -133,11 +140,12 @@ def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
 
     Returns:
       `prefill`, `draft/level0`, `draft/level1`, ..., all levels as `draft`, `verify`, `accept`,
-      `commit`, and all phases but the prefill as `round`; without a draft none of drafting.
+      `commit`, and all phases but the prefill as `round`; without a draft no levels, and without
+      lookup, too, no `draft`.
     """
     levels = range(work.tree.depth if work.draft else 0)
     phases = {f"draft/level{depth}": draft_level(work, depth) for depth in levels}
-    drafting = {"draft": add_costs(phases.values())} if work.draft else {}
+    drafting = {"draft": add_costs(phases.values())} if work.shape.max_accepted else {}
     later = {"verify": verify(work), "accept": accept(work), "commit": commit(work)}
     total = add_costs([*phases.values(), *later.values()])
     return {"prefill": prefill(work, prompt_tokens), **phases, **drafting, **later, "round": total}
@@ -193,8 +201,8 @@ def decode(work: Workload) -> Cost:
 
 
 def verify(work: Workload) -> Cost:
-    """The target's pass over the nodes of a tree; without a draft, over the root."""
-    return _target_pass(work, work.tree.num_nodes if work.draft else 1)
+    """The target's pass over the nodes of a tree; without a draft and lookup, over the root."""
+    return _target_pass(work, work.shape.num_nodes)
 
 
 def draft_level(work: Workload, depth: int) -> Cost:
@@ -239,21 +247,21 @@ def draft_level(work: Workload, depth: int) -> Cost:
 
 def accept(work: Workload) -> Cost:
     """Choosing a token after every node: reads the logits, which are float32."""
-    nodes = work.tree.num_nodes if work.draft else 1
-    return Cost(bytes=4 * work.batch * nodes * work.target.vocab_size)
+    return Cost(bytes=4 * work.batch * work.shape.num_nodes * work.target.vocab_size)
 
 
 def commit(work: Workload) -> Cost:
     """The accepted path into the caches: rows of the target's, pairs of the draft's."""
-    if work.draft is None:
+    length = work.shape.max_accepted + 1
+    if length == 1:
         return Cost()
-    rows = work.batch * (work.tree.max_accepted + 1)
-    moved = 2 * work.target.num_layers * rows  # read and written
+    rows = work.batch * length
+    moved = _cache_rows(work, work.target, 2 * work.target.num_layers * rows)  # read and written
+    if work.draft is None:
+        return moved
     context = _draft_context(work)
-    attended = work.batch * context
-    pairs = rows * (context + work.tree.max_accepted + 1)
-    draft = _commit_pairs(work, rows, attended=attended, pairs=pairs)
-    return _cache_rows(work, work.target, moved) + draft
+    pairs = rows * (context + length)
+    return moved + _commit_pairs(work, rows, attended=work.batch * context, pairs=pairs)
 
 
 def _draft_context(work: Workload) -> int:

@@ -108,16 +108,18 @@ def draft_unless_copied(
 ) -> Candidates:
     """Drafts, or gives candidates of score -inf if all sequences copy one of the longest runs.
 
-    Next to such copies hardly any draft would be kept, and fewer accepted.
+    Next to such copies hardly any draft would be kept, and fewer accepted. Sequences that are done
+    do not count, unless all are.
     """
     is_copied = chain.scores[:, 0] > _LONG
+    wants = jnp.where(is_done, 0, jnp.where(is_copied, 1, 2)).max()
 
     def nothing() -> Candidates:
         shapes = jax.eval_shape(draft)
         none = jax.tree.map(lambda leaf: jnp.full(leaf.shape, -1, leaf.dtype), shapes)
         return none.replace(scores=jnp.full_like(none.scores, -jnp.inf))
 
-    return lax.cond(highest_of_groups(~(is_copied | is_done).all()), draft, nothing)
+    return lax.cond(highest_of_groups(wants) != 1, draft, nothing)
 
 
 def merge(drafted: Candidates, chain: Candidates, *, depth: int) -> Candidates:

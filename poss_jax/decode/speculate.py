@@ -63,6 +63,7 @@ def first_state(
             num_accepted=jnp.zeros((B, config.rows), jnp.int32),
             num_offered=jnp.zeros((B, config.rows), jnp.int32),
             num_copied=jnp.zeros((B, config.rows), jnp.int32),
+            num_certain=jnp.zeros((B, config.rows), jnp.int32),
             num_rounds=jnp.zeros(B, jnp.int32),
             is_done=_is_stop(root[:, None], request)[:, 0] | (request.max_new_tokens == 1),
             logprobs=first_logprobs(out.logits, root, count=config.num_logprobs, rows=config.rows),
@@ -380,15 +381,20 @@ def _write_output(
         # A cut round neither accepted nor refused anything beyond the cut.
         return jnp.where(num_written < num_emitted, jnp.minimum(count, num_written), count)
 
-    num_drafted = acceptance.num_accepted - acceptance.num_copied
+    # The cut takes certain tokens first, then copies.
     num_accepted = cut(acceptance.num_accepted)
+    num_proposed = acceptance.num_accepted - acceptance.num_certain
+    num_certain = jnp.maximum(num_accepted - num_proposed, 0)
+    num_drafted = num_proposed - acceptance.num_copied
+    num_copied = jnp.maximum(num_accepted - num_certain - num_drafted, 0)
 
     return Output(
         tokens=write_rows(output.tokens, emitted, output.num_tokens, axis=1),
         num_tokens=num_tokens,
         num_accepted=recorded(output.num_accepted, num_accepted),
         num_offered=recorded(output.num_offered, cut(acceptance.num_offered)),
-        num_copied=recorded(output.num_copied, jnp.maximum(num_accepted - num_drafted, 0)),
+        num_copied=recorded(output.num_copied, num_copied),
+        num_certain=recorded(output.num_certain, num_certain),
         num_rounds=output.num_rounds + active.astype(jnp.int32),
         is_done=output.is_done | is_end.any(axis=1) | (num_tokens >= request.max_new_tokens),
         logprobs=append_logprobs(output.logprobs, logprobs, output.num_tokens),

@@ -131,7 +131,8 @@ class Output(struct.PyTreeNode):
       num_tokens: tokens of each sequence.
       num_accepted: accepted drafted tokens of every round.
       num_offered: deepest position offered along the accepted path in every round.
-      num_copied: accepted tokens of every round that only lookup proposed, its last ones.
+      num_copied: accepted tokens of every round that only lookup proposed, after the drafted ones.
+      num_certain: accepted tokens of every round that only a grammar proposed, the last ones.
       num_rounds: rounds of each sequence.
       is_done: the sequence has ended (stop token or limit).
       logprobs: log-probabilities of the tokens; None if not requested.
@@ -142,6 +143,7 @@ class Output(struct.PyTreeNode):
     num_accepted: Array  # [B S] int32
     num_offered: Array  # [B S] int32
     num_copied: Array  # [B S] int32
+    num_certain: Array  # [B S] int32
     num_rounds: Array  # [B] int32
     is_done: Array  # [B] bool
     logprobs: Logprobs | None = None

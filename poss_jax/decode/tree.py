@@ -55,6 +55,7 @@ class Tree(struct.PyTreeNode):
       depths: distance from the root.
       ancestors: True where the second node is the first or lies on its path to the root.
       is_copied: nodes that only `lookup` proposed, and all below them.
+      is_certain: nodes that nobody proposed, as a grammar allows nothing else, and all below them.
     """
 
     tokens: Array  # [B M] int32
@@ -62,6 +63,7 @@ class Tree(struct.PyTreeNode):
     depths: Array  # [B M] int32
     ancestors: Array  # [B M M] bool
     is_copied: Array  # [B M] bool
+    is_certain: Array  # [B M] bool
 
 
 def root_beam(batch: int) -> Beam:
@@ -162,21 +164,24 @@ def make_tree(
     *,
     depth: int,
     is_copied: Bool[Array, "B M"] | None = None,
+    is_certain: Bool[Array, "B M"] | None = None,
 ) -> Tree:
     """Derives depths and ancestors from parents; `depth` bounds the longest path.
 
-    `is_copied` marks nodes that only `lookup` proposed, and thereby all below them; None: no node.
+    `is_copied` and `is_certain` (see `Tree`) mark nodes, and thereby all below them; None: no node.
     """
     batch, M = tokens.shape
     ancestors = jnp.broadcast_to(jnp.eye(M, dtype=bool), (batch, M, M))
     for _ in range(depth):
         ancestors |= jnp.take_along_axis(ancestors, parents[:, :, None], axis=1)
     depths = ancestors.sum(axis=2, dtype=jnp.int32) - 1
-    if is_copied is None:
-        below_copied = jnp.zeros((batch, M), bool)
-    else:
-        below_copied = (ancestors & is_copied[:, None]).any(axis=2)
-    return Tree(tokens, parents, depths, ancestors, below_copied)
+
+    def mark(nodes: Bool[Array, "B M"] | None) -> Bool[Array, "B M"]:
+        if nodes is None:
+            return jnp.zeros((batch, M), bool)
+        return (ancestors & nodes[:, None]).any(axis=2)
+
+    return Tree(tokens, parents, depths, ancestors, mark(is_copied), mark(is_certain))
 
 
 def root_tree(root: Int[Array, " B"]) -> Tree:

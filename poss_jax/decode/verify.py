@@ -19,7 +19,8 @@ class Acceptance(struct.PyTreeNode):
       path: nodes from the root along the accepted path; its last node fills the rest.
       num_accepted: accepted drafted tokens, root and bonus token not counted.
       num_offered: deepest position on this path at which the tree had any token to offer.
-      num_copied: accepted tokens, the last ones, that only `lookup` proposed.
+      num_copied: accepted tokens after the drafted ones that only `lookup` proposed.
+      num_certain: accepted tokens, the last ones, that only a grammar proposed.
       emitted: the accepted tokens and then the bonus token, which fills the rest.
     """
 
@@ -27,6 +28,7 @@ class Acceptance(struct.PyTreeNode):
     num_accepted: Array  # [B] int32
     num_offered: Array  # [B] int32
     num_copied: Array  # [B] int32
+    num_certain: Array  # [B] int32
     emitted: Array  # [B A] int32
 
 
@@ -54,12 +56,17 @@ def accept(tree: Tree, chosen: Int[Array, "B M"], *, max_accepted: int) -> Accep
         path.append(node)
     offers_more = is_child(tree, node).any(axis=1).astype(jnp.int32)
     nodes = jnp.stack(path, axis=1)
-    is_copied = jnp.take_along_axis(tree.is_copied, nodes, axis=1)
     is_accepted = jnp.arange(nodes.shape[1])[None] <= num_accepted[:, None]
+
+    def count(marked: Array) -> Array:
+        on_path = jnp.take_along_axis(marked, nodes, axis=1)
+        return (on_path & is_accepted).sum(axis=1, dtype=jnp.int32)
+
     return Acceptance(
         path=nodes,
         num_accepted=num_accepted,
         num_offered=num_accepted + offers_more,
-        num_copied=(is_copied & is_accepted).sum(axis=1, dtype=jnp.int32),
+        num_copied=count(tree.is_copied & ~tree.is_certain),
+        num_certain=count(tree.is_certain),
         emitted=jnp.take_along_axis(chosen, nodes, axis=1),
     )

@@ -24,8 +24,10 @@ class Generation:
       prompt_ids: tokens that were continued.
       output_ids: new tokens, including a stop token or stop string.
       text: the new tokens as text, without stop token or stop string; None without a tokenizer.
-      accepted_per_round: accepted drafted or copied tokens of every round, bonus token not counted.
-      offered_per_round: deepest position that the tree offered on the accepted path, per round.
+      accepted_per_round: accepted drafted or copied tokens of every round, without the bonus token
+        and tokens that a grammar makes certain.
+      offered_per_round: deepest position that the tree offered on the accepted path, per round;
+        likewise.
       stop_reason: `stop` (a stop token or stop string), `length` (the limit), or `cancelled` (by
         the caller, or at its deadline).
       copied_per_round: accepted tokens of every round that lookup copied and no draft proposed.
@@ -43,7 +45,7 @@ class Generation:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per round, bonus token included; 1 where no round was needed."""
+        """Accepted tokens per round, and the bonus token; 1 where no round was needed."""
         return float(np.mean(self.accepted_per_round)) + 1 if self.accepted_per_round else 1.0
 
 
@@ -66,28 +68,31 @@ class Round(NamedTuple):
 
     Attributes:
       tokens: the new tokens.
-      num_accepted: drafted tokens accepted; None for the first token, which no round chose.
-      num_offered: deepest position offered along the accepted path.
-      num_copied: accepted tokens, the last ones, that only lookup proposed.
       is_done: the text ended at a stop token or its limit.
       logprobs: log-probabilities of the new tokens, if requested.
+      num_accepted: accepted nodes of the tree: first drafted ones, then copied ones, then certain
+        ones; None for the first token, which no round chose.
+      num_offered: deepest position offered along the accepted path.
+      num_copied: accepted tokens that only lookup proposed.
+      num_certain: accepted tokens that only a grammar proposed, which allows no others.
     """
 
     tokens: list[int]
-    num_accepted: int | None
-    num_offered: int | None
     is_done: bool
     logprobs: Sequence[TokenLogprobs] = ()
+    num_accepted: int | None = None
+    num_offered: int | None = None
     num_copied: int = 0
+    num_certain: int = 0
 
     @property
     def depths(self) -> list[int]:
         """See `Chunk`."""
-        num_accepted = self.num_accepted or 0
-        num_drafted = num_accepted - self.num_copied
-        positions = range(1, min(num_accepted, len(self.tokens)) + 1)
-        accepted = [depth if depth <= num_drafted else -depth for depth in positions]
-        return accepted + [0] * (len(self.tokens) - len(accepted))
+        num_proposed = (self.num_accepted or 0) - self.num_certain
+        num_drafted = num_proposed - self.num_copied
+        positions = range(1, num_proposed + 1)
+        proposed = [depth if depth <= num_drafted else -depth for depth in positions]
+        return proposed + [0] * (len(self.tokens) - len(proposed))
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,8 @@ class Chunk:
     Attributes:
       pieces: text that may be shown now, by token; undecided text comes with a later chunk.
       output_ids: tokens of these rounds.
-      depths: position that each token was drafted at, from 1; 0 for the target's own, negative for
-        those that lookup copied.
+      depths: position that each token was drafted at, from 1; negative if lookup copied it, 0 if
+        neither, as the target's own tokens and those that a grammar makes certain.
       answer: the whole answer; only the last chunk has it.
       logprobs: log-probabilities of these tokens, if requested.
     """
@@ -183,10 +188,10 @@ class LiveAnswer:
         tokens, depths = new.tokens, new.depths
         pieces, num_kept = self._push(tokens, depths, is_last=new.is_done)
         is_cut = num_kept < len(tokens)  # as at a stop token, nothing beyond counts
-        if new.num_accepted is not None and new.num_offered is not None:
-            num_counted = num_kept if is_cut else len(tokens) + new.num_offered
-            self._accepted.append(min(new.num_accepted, num_counted))
-            self._offered.append(min(new.num_offered, num_counted))
+        if new.num_offered is not None:
+            num_offered = new.num_offered - new.num_certain
+            self._accepted.append(sum(depth != 0 for depth in depths[:num_kept]))
+            self._offered.append(min(num_offered, num_kept) if is_cut else num_offered)
             self._copied.append(sum(depth < 0 for depth in depths[:num_kept]))
         if self.guide is not None:
             self.guide.advance(tokens[:num_kept])

@@ -283,8 +283,9 @@ class Loop:
             except UserError as error:  # of a grammar
                 failure = error
                 chunks.append(ticket.answer.cancel())
-            self.stats.drafts += bool(new.num_offered)
-            self.stats.drafted += new.num_offered or 0
+            num_offered = (new.num_offered or 0) - new.num_certain
+            self.stats.drafts += num_offered > 0
+            self.stats.drafted += num_offered
         if not ticket.has_logprobs:
             chunks = [replace(chunk, logprobs=()) for chunk in chunks]
         for chunk in chunks:

@@ -18,28 +18,29 @@ MOST_ROUNDS = 32
 """Most rounds of one step."""
 
 _STEP_SECONDS = 0.02  # time a step should take
+_RECORDS = ("num_accepted", "num_offered", "num_copied", "num_certain")
+"""Numbers of a round, in `Output` and in `Round`."""
 
 
 class PackedRounds(struct.PyTreeNode):
-    """The rounds of a step, on the device, packed: one transfer to the host is faster than six.
+    """The rounds of a step, on the device, packed: one transfer to the host is faster than many.
 
     Attributes:
       numbers: per sequence, in this order: number of new tokens (0 for an empty slot); number of
-        rounds (0 for the first token); whether the sequence ended; R counts of accepted drafted
-        tokens; R deepest positions offered along the accepted path; R counts of copied ones among
-        the accepted; the new tokens.
+        rounds (0 for the first token); whether the sequence ended; R of each of `_RECORDS`; the
+        new tokens.
       logprobs: log-probabilities of the new tokens; None if not requested.
       num_rounds: R, most rounds in this step.
     """
 
-    numbers: Array  # [B 3+3R+R*A] int32
+    numbers: Array  # [B 3+4R+R*A] int32
     logprobs: Logprobs | None
     num_rounds: int = struct.field(pytree_node=False)
 
 
 def pack_first(output: Output) -> PackedRounds:
     """Packs the first token of every sequence."""
-    rounds = [rows[:, :1] for rows in (output.num_accepted, output.num_offered, output.num_copied)]
+    rounds = [getattr(output, name)[:, :1] for name in _RECORDS]
     counts = output.num_tokens, output.num_rounds, output.is_done
     logprobs = jax.tree.map(lambda rows: rows[:, :1], output.logprobs)
     return _pack(counts, rounds, output.tokens[:, :1], logprobs)
@@ -60,9 +61,9 @@ def pack_new(config: StaticShape, previous: Output, current: Output) -> PackedRo
 
     num_tokens = current.num_tokens - previous.num_tokens
     counts = num_tokens, current.num_rounds - previous.num_rounds, current.is_done
-    records = current.num_accepted, current.num_offered, current.num_copied
+    records = [of_rounds(getattr(current, name)) for name in _RECORDS]
     logprobs = jax.tree.map(of_tokens, current.logprobs) if config.num_logprobs else None
-    return _pack(counts, [*map(of_rounds, records)], of_tokens(current.tokens), logprobs)
+    return _pack(counts, records, of_tokens(current.tokens), logprobs)
 
 
 def _pack(
@@ -81,7 +82,7 @@ def _pack(
 def read_rounds(rounds: PackedRounds) -> list[list[Round]]:
     """Brings a step to the host; a list of rounds per sequence."""
     numbers, logprobs = jax.device_get((rounds.numbers, rounds.logprobs and vars(rounds.logprobs)))
-    columns = np.split(numbers, np.cumsum([3, *[rounds.num_rounds] * 3]), axis=1)
+    columns = np.split(numbers, np.cumsum([3, *[rounds.num_rounds] * len(_RECORDS)]), axis=1)
     rows: Any = zip(*(column.tolist() for column in columns), strict=True)
     return [
         list(_read_sequence(*row, logprobs=logprobs, index=index)) for index, row in enumerate(rows)
@@ -91,40 +92,36 @@ def read_rounds(rounds: PackedRounds) -> list[list[Round]]:
 def read_output(output: Output) -> list[list[Round]]:
     """Brings all rounds of every sequence to the host; the first token is a round by itself."""
     fields = jax.device_get(vars(output.replace(logprobs=None)))
-    names = ("num_tokens", "num_rounds", "is_done", "num_accepted", "num_offered", "num_copied")
+    names = ("num_tokens", "num_rounds", "is_done", *_RECORDS)
     sequences = list[list[Round]]()
     rows: Any = zip(*(fields[name].tolist() for name in (*names, "tokens")), strict=True)
     for num_tokens, num_rounds, is_done, *records, (first, *tokens) in rows:
-        begun = Round([first], None, None, is_done=is_done and num_tokens == 1)
-        columns: Any = [num_tokens - 1, num_rounds, is_done], *records, tokens
-        sequences.append([begun, *_read_sequence(*columns)])
+        begun = Round([first], is_done=is_done and num_tokens == 1)
+        counts = [num_tokens - 1, num_rounds, is_done]
+        sequences.append([begun, *_read_sequence(counts, *records, tokens)])
     return sequences
 
 
 def _read_sequence(
     counts: list[int],
-    accepted: list[int],
-    offered: list[int],
-    copied: list[int],
-    tokens: list[int],
-    *,
+    *columns: list[int],
     logprobs: dict[str, np.ndarray] | None = None,
     index: int = 0,
 ) -> Iterator[Round]:
     """The rounds of a sequence; each has one token more than it accepted, unless it is the last."""
     num_tokens, num_rounds, is_done = counts
+    *records, tokens = columns
     first = 0
     for turn in range(num_rounds if num_rounds else num_tokens):
         is_last = turn + 1 >= num_rounds
-        end = num_tokens if is_last else first + accepted[turn] + 1
+        record = dict(zip(_RECORDS, (row[turn] for row in records), strict=True))
+        end = num_tokens if is_last else first + record["num_accepted"] + 1
         new, first = slice(first, end), end
         yield Round(
             tokens=tokens[new],
-            num_accepted=accepted[turn] if num_rounds else None,
-            num_offered=offered[turn] if num_rounds else None,
-            num_copied=copied[turn] if num_rounds else 0,
             is_done=is_last and bool(is_done),
             logprobs=_read_logprobs(logprobs, index, new) if logprobs else (),
+            **(record if num_rounds else {}),
         )
 
 

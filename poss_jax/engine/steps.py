@@ -330,8 +330,13 @@ def _verify(
     tokens, parents, masks = map(jnp.asarray, plan)
     if not isinstance(tree, DrawnTree):  # the test of drawn children depends on their ranks
         is_same = (tokens == tree.tokens) & (parents == tree.parents)
-        is_copied = tree.is_copied & is_same if config.num_copied else None
-        tree = make_tree(tokens, parents, depth=config.max_accepted, is_copied=is_copied)
+        tree = make_tree(
+            tokens,
+            parents,
+            depth=config.max_accepted,
+            is_copied=tree.is_copied & is_same if config.num_copied else None,
+            is_certain=~is_same,
+        )
     previous = state.output
     state = speculate.finish_round(weights, config, request, state, tree, noise, masks)
     return state, pack_new(config, previous, state.output)

@@ -24,8 +24,8 @@ class Piece(NamedTuple):
 
     Attributes:
       text: the text.
-      depth: position that the token was drafted at, from 1; 0 for the target's own, negative if
-        lookup copied it.
+      depth: position that the token was drafted at, from 1; negative if lookup copied it, 0 if
+        neither.
       is_hidden: it is the name of a special token, which only stop strings meet.
     """
 
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
     @property
     def origin(self) -> Literal["drafted", "copied", "chosen"]:
-        """Who proposed the token: the draft, lookup, or nobody before the target chose it."""
+        """Who proposed the token: the draft, lookup, or neither."""
         return "drafted" if self.depth > 0 else "copied" if self.depth else "chosen"
 
 
