@@ -102,6 +102,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         target=target,
         draft=draft,
         tree=tree,
+        lookup=config.lookup,
         batch=config.batch_size,
         context=config.context,
         draft_vocabulary=num_tokens,
