@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 from models import certain_pair, make_engine, tiny_llama
 from programs import Runs, refusal
@@ -120,10 +119,9 @@ def test_cached_beginnings_of_prompts_are_copied_from(
 ) -> None:
     monkeypatch.setattr("poss_jax.engine.device.CPU_CHUNKS", (32, 16))
     engine = with_lookup(config)
-    passage = np.random.default_rng(0).integers(4, 260, 40).tolist()
+    passage = engine.generate([[5, 7, 9]], max_new_tokens=40)[0].output_ids
     chats = [[*passage, 5 + index, *passage[: 20 + index]] for index in range(4)]
-    sampling = SamplingConfig(temperature=0.5, seed=1)
-    prompts = [engine.prepare(chat, 40, sampling, max_length=110) for chat in chats]
+    prompts = [engine.prepare(chat, 40, max_length=110) for chat in chats]
     alone = engine.with_tree({1: None}).decode(prompts)
     slots = Slots(engine, sizes=(4,), max_length=110, max_prefix_bytes=2**26)
     scheduler = Scheduler(slots)
@@ -144,7 +142,7 @@ def test_streams_of_copied_pieces_of_characters(tokenizer: PreTrainedTokenizerFa
     """Tokens are bytes of two characters, and a special one, which adds no text."""
     engine = with_lookup(POSS)
     engine.tokenizer = tokenizer
-    tokens = [*spell(tokenizer, "é\N{THUMBS UP SIGN}"), tokenizer.convert_tokens_to_ids("<pad>")]
+    tokens = [*spell(tokenizer, "é\N{THUMBS UP SIGN}"), 0]
     biased = SamplingConfig(temperature=1.0, seed=4, logit_bias=dict.fromkeys(tokens, 80.0))
     prompt = engine.prepare(tokens * 3, 60, biased)
     chunks = list(engine.decode_rounds(prompt))
