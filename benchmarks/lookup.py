@@ -5,9 +5,9 @@ kinds, with the default model, greedily and at temperature 1: with the bundled P
 and lookup, and with lookup alone, all with as many nodes as the tree tuned for PosS-1. Methods take
 turns on every task, and each answer is compared with the one without drafts, which is decoded in a
 batch. Prints a table, and as its last line one JSON object; --output keeps report.json and
-report.md. Times are of rounds alone; CPU time is of all threads. --lookup is the most tokens that a
-round copies, if the tree has as many nodes. What the folder's report already has, of the same
-settings, is not measured again.
+report.md as they grow, and does not measure again what they have of the same settings. Times are of
+rounds alone; CPU time is of all threads. --lookup is the most tokens that a round copies, if the
+tree has as many nodes.
 
     python -m benchmarks.lookup --output docs/results/lookup
 """
@@ -22,7 +22,7 @@ from statistics import geometric_mean, mean
 from typing import Any, NamedTuple
 
 from benchmarks.options import add_numbers, make_parser
-from infer.bench.report import show_report
+from infer.bench.report import show_report, write_report
 from poss_jax.bundled.default import default_drafts, default_target
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import SamplingConfig
@@ -173,13 +173,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "tasks": args.tasks,
     }
     groups = read_groups(args.output, settings)
+    report = settings | {"groups": groups, "provenance": provenance()}
     measured = {(group["kind"], group["temperature"]) for group in groups}
     pairs = [pair for pair in product(tasks, TEMPERATURES) if pair not in measured]
     for kind, temperature in progress_bar(pairs):
         methods = measure(engines, tasks[kind], temperature, args.tokens)
         groups.append({"kind": kind, "temperature": temperature, "methods": methods})
-        print(format_table({"groups": groups[-1:]}), flush=True)
-    report = settings | {"groups": groups, "provenance": provenance()}
+        if args.output is not None:
+            write_report(report, format_table(report), args.output)
     show_report(report, format_table(report), args.output)
 
 

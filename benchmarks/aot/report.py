@@ -129,13 +129,14 @@ def count_kernels(text: str) -> dict[str, int]:
 
 def format_report(name: str, report: dict[str, Any]) -> str:
     """The report of one program for people."""
-    memory, accessed = report["memory"], report["accessed_bytes"] or 0
+    memory, accessed = report["memory"], report["accessed_bytes"]
     sizes = (f"{key} {memory[key] / 2**30:.2f}" for key in ("arguments", "temporaries", "total"))
     kinds = ", ".join(f"{count} {kind}" for kind, count in report["kernels_by_kind"].items())
     return (
         f"{name}: compiled in {report['compile_seconds']} s\n"
         f"  memory  {', '.join(sizes)} of {memory['available'] / 2**30:.2f} GiB\n"
-        f"  bytes   {accessed / 1e9:.2f} GB accessed, floor {report['floor_bytes'] / 1e9:.2f} GB, "
+        f"  bytes   {'unknown' if accessed is None else f'{accessed / 1e9:.2f} GB'} accessed, "
+        f"floor {report['floor_bytes'] / 1e9:.2f} GB, "
         f"{report['floor_ms']:.2f} ms\n"
         f"  kernels {report['kernels']}: {kinds}"
     )
