@@ -204,7 +204,7 @@ def test_all_turns_of_a_question_are_played_and_added_up(runs, tmp_path, capsys)
     (group,) = report["groups"]
     assert [rows["all"]["equal_outputs"] for rows in group["methods"].values()] == [2, 2]
     # The same conversation as the generation program holds, whose statistics are per turn.
-    lines = generate(*models, tmp_path, *options)
+    lines = generate(*models, tmp_path, *options, "--lookup", "0")
     assert [line["turn"] for line in lines] == [0, 1, 0]
     first, second, other = (line["accepted_per_round"] for line in lines)
     lengths = [1 + sum(rounds) / len(rounds) for rounds in ([*first, *second], other)]

@@ -43,7 +43,7 @@ def test_answers_under_schemas_are_counted_and_their_rounds_timed():
     times = [(0.2, 0.3), (0.0, 0.0), (0.4, 0.5)]
     schema = {"type": "integer"}
     asked = [structured.Asked(schema, one, *both) for one, both in zip(answers, times, strict=True)]
-    counts = {"answers": 3, "finished": 2, "valid": 1, "tokens": 8, "acceptance_length": 1.25}
+    counts = {"answers": 3, "finished": 2, "valid": 1, "tokens": 8, "tokens_per_round": 1.25}
     medians = {"milliseconds": 150.0, "cpu_milliseconds": 200.0}
     assert structured.summarise(asked) == pytest.approx(counts | medians)
 
