@@ -32,7 +32,7 @@ from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine import trees as tree_files
-from poss_jax.engine.trees import find_tuned, read_trees, tuned_file, write_tuned
+from poss_jax.engine.trees import Trees, find_tuned, read_trees, tuned_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
 
 pytestmark = pytest.mark.usefixtures("asks_json")
@@ -146,7 +146,13 @@ def test_the_fastest_predictions_are_tried() -> None:
 def test_what_was_timed_is_compared_with_the_first_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {None: iter([100.0, 1.0, 2.0, 3.0]), SMALL: iter([100.0, 0.5, 0.5, 6.0])}
     texts = {None: [[1, 2, 3, 4], [5, 6]], SMALL: [[1, 2, 3, 4], [5, 7]]}
-    engine = SimpleNamespace(with_tree=lambda trees: trees[1])
+    lookups = []
+
+    def with_tree(trees: Trees, *, lookup: int) -> TreeConfig | None:
+        lookups.append(lookup)
+        return trees[1]
+
+    engine = SimpleNamespace(with_tree=with_tree)
 
     def time_batches(tree: TreeConfig | None, *_: Any) -> tuple[list[Generation], float]:
         accepted = [0] if tree is None else [1]
@@ -154,11 +160,12 @@ def test_what_was_timed_is_compared_with_the_first_tree(monkeypatch: pytest.Monk
         return answers, next(seconds[tree])
 
     monkeypatch.setattr(search, "time_batches", time_batches)
-    plain, small = search.confirm(engine, [], 1, [None, SMALL], 3).values()
+    plain, small = search.confirm(engine, [], 1, [None, SMALL], 3, lookup=5).values()
     assert (plain["tokens_per_second"], plain["ratio"]) == (3, 1)
     assert (small["tokens_per_second"], small["ratio"]) == (12, 2)  # ratios 2, 4 and 1/2
     assert (plain["acceptance_length"], small["acceptance_length"]) == (1, 2)
     assert (plain["different_outputs"], small["different_outputs"]) == (0, 1)
+    assert lookups == [5, 5]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -239,7 +246,8 @@ def test_a_file_that_cannot_be_written_is_left_as_it_was(runs, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_trees_are_tuned_and_used(runs, tmp_path, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("lookup", ["0", "8"])
+def test_trees_are_tuned_and_used(runs, tmp_path, capsys, monkeypatch, lookup) -> None:
     monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(search, "_CALLS", 1)
     monkeypatch.setattr(search, "_TOP_KS", {"cpu": (1, 2)})
@@ -249,7 +257,7 @@ def test_trees_are_tuned_and_used(runs, tmp_path, capsys, monkeypatch) -> None:
     prompts = write_lines(tmp_path / "prompts", *({"prompt": text} for text in PROMPTS[:2]))
     models = ["--target", runs.model("target"), "--draft", f"P={draft}", "--prompts", prompts]
     numbers = "--num-prompts 2 --max-new-tokens 6 --repeats 1 --batch-sizes 2".split()
-    main([*models, *numbers])
+    main([*models, *numbers, "--lookup", lookup])
     table, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     report = json.loads(last)
     entry = report["drafts"]["P"]["2"]

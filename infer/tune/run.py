@@ -35,7 +35,8 @@ def autotune(
 ) -> None:
     """Prints predictions and measurements, and writes the fastest trees of every draft."""
     # With an explicit tree the engine does not look for trees that were tuned before.
-    baseline, *decoders = load_decoders(replace(config, tree=config.tree or default_tree()))
+    tree = config.tree or default_tree()
+    baseline, *decoders = load_decoders(replace(config, tree=tree, lookup=0))
     allowed = {
         "allow_target_mismatch": config.allow_target_mismatch,
         "window": config.draft_window,
@@ -57,7 +58,14 @@ def autotune(
     kept = Kept("tune", describe(config, [baseline, *decoders], prompts))
     tunings = {
         name: {
-            file: Tuning(f"{name}, {digest_vocabulary(engine)}", engine, prompts, batch_sizes, kept)
+            file: Tuning(
+                f"{name}, {digest_vocabulary(engine)}",
+                engine,
+                prompts,
+                batch_sizes,
+                kept,
+                lookup=config.lookup,
+            )
             for file, engine in engines.items()
         }
         for name, engines in tried.items()
@@ -122,6 +130,7 @@ def _write_tuned(
         "sampling": config_to_dict(config.sampling),
         "draft_vocabulary": vocabulary,
         "quantise": config.quantise,
+        "lookup": config.lookup,
         "prompts": config.prompts,
     }
     trees = {size: entry["best"] and TreeConfig(**entry["best"]) for size, entry in tuned.items()}

@@ -99,6 +99,8 @@ class Tuning:
       name: of the draft and its vocabulary, unique in `kept`.
       prompts: they should resemble later ones.
       kept: what an interrupted run found, which is not measured again.
+      lookup: most tokens that a round copies where predictions are confirmed; predictions know no
+        copies.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Tuning:
     prompts: Sequence[PreparedPrompt]
     batch_sizes: Sequence[int]
     kept: Kept
+    lookup: int = 0
 
     @property
     def top_ks(self) -> list[int]:
@@ -154,7 +157,7 @@ def tune(tuning: Tuning, *, repeats: int) -> dict[int, dict[str, Any]]:
         predicted = predict_all(recordings(), costs, batch_size, _DEPTH)
         # A default that asks for more than was recorded is run without a prediction.
         chosen = list(dict.fromkeys([None, default, *choose_few(predicted)]))
-        rows = confirm(engine, prompts, batch_size, chosen, repeats)
+        rows = confirm(engine, prompts, batch_size, chosen, repeats, lookup=tuning.lookup)
         for tree, row in rows.items():
             row["predicted"] = predicted[tree]._asdict() if tree in predicted else None
         best = max(rows, key=lambda tree: rows[tree]["ratio"])
@@ -406,9 +409,11 @@ def confirm(
     batch_size: int,
     trees: Sequence[TreeConfig | None],
     repeats: int,
+    *,
+    lookup: int = 0,
 ) -> dict[TreeConfig | None, dict[str, Any]]:
     """Decodes all prompts with every tree, interleaved; ratios are relative to the first tree."""
-    engines = {tree: engine.with_tree({1: tree}) for tree in trees}
+    engines = {tree: engine.with_tree({1: tree}, lookup=lookup) for tree in trees}
     passes = {tree: [] for tree in trees}
     with progress_bar(total=(1 + repeats) * len(trees), desc="confirming", unit="pass") as progress:
         for _ in range(1 + repeats):  # the first pass compiles

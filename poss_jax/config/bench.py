@@ -155,11 +155,6 @@ class TuneConfig(BenchConfig):
     num_prompts: Count = 4
     repeats: Count = 2
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lookup:
-            raise ValueError("lookup: trees are tuned without copies; leave it out")
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DriftConfig(ComparisonConfig):

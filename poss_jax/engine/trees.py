@@ -79,9 +79,9 @@ def default_trees() -> Trees:
 
 
 def default_lookup(drafting: Drafting) -> int:
-    """Default number of copies beside a draft: some on CPU, where they never cost anything.
+    """Default number of copies with a draft: some on CPU, where no kind of task timed was slower.
 
-    docs/results/lookup.md has the numbers; accelerators have none yet.
+    The numbers are in docs/results/lookup.md; accelerators have not been timed.
     """
     return _LOOKUP if jax.default_backend() == "cpu" and drafting != "sampled" else 0
 
