@@ -40,10 +40,11 @@ from benchmarks.random_pair import (
     draft_shape,
     forced_rounds,
     make_engines,
+    measure_load,
     random_like,
     random_state,
+    serving,
 )
-from benchmarks.random_server import measure_load, serving
 from infer.bench.costs import Device, cost_card, describe_workload, floors
 from infer.bench.rates import find_roofline
 from infer.bench.report import show_report, write_report

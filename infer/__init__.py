@@ -5,6 +5,5 @@ chat.py      a conversation; chat_session.py holds it
 serve.py     the server
 bench/       compares drafts; the programs below measure with it
 tune/        finds the fastest draft trees
-kept.py      keeps results of interrupted measurements
 lossless.py  checks that speculative and plain texts are equal; lossless_run.py compares them
 """

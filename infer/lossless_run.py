@@ -34,10 +34,10 @@ from poss_jax.engine.steps import on_mesh
 from poss_jax.engine.trees import default_tree, tree_for
 from poss_jax.program.output import print_summary, show_rows
 
+from .bench.journal import Kept, describe
 from .bench.measure import Decoder, load_decoders, time_answer
 from .bench.questions import first_prompts, read_questions
 from .bench.report import with_provenance
-from .kept import Kept, describe
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 
 from infer.bench.summary import distinct_ngram_share
 from poss_jax.engine.answers import Generation, mean_acceptance_length
-from poss_jax.serving.acceptance import count_accepted, describe_acceptance
+from poss_jax.serving.replies import count_accepted, describe_acceptance
 
 
 def answer(*rounds: tuple[int, int]) -> Generation:

@@ -14,12 +14,21 @@ import pytest
 from models import tiny_llama
 from programs import copy_model, refusal
 
-from benchmarks.aot.__main__ import main
-from benchmarks.aot.config import AheadConfig
-from benchmarks.aot.programs import Compiled, Plan, compile_program, plan, state_shapes
-from benchmarks.aot.report import GPUS, count_kernels, describe_gpu, measure
+from benchmarks.aot import main
+from benchmarks.aot_programs import (
+    GPUS,
+    Compiled,
+    Plan,
+    compile_program,
+    count_kernels,
+    describe_gpu,
+    measure,
+    plan,
+    state_shapes,
+)
 from benchmarks.python_models import python_model
 from infer.bench.costs import Device
+from poss_jax.config.bench import AheadConfig
 from poss_jax.config.models import MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import SpecialistsConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from programs import Runs, copy_model, generate, refusal, write_lines
 
-from infer.kept import Kept
+from infer.bench.journal import Kept
 from infer.tune import run as tuning
 from infer.tune import search
 from infer.tune.__main__ import main
@@ -26,8 +26,7 @@ from infer.tune.search import (
     record_all,
 )
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
-from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
-from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.record import DraftVocabulary, read_record, write_draft_vocabulary
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.config.reading import UserError

@@ -17,7 +17,7 @@ from infer.bench import compare
 from infer.bench.__main__ import main
 from infer.bench.journal import Journal
 from infer.bench.measure import Decoder, Timed, load_decoders, play
-from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
+from poss_jax.checkpoint.record import DraftVocabulary, write_draft_vocabulary
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.reading import UserError
 

@@ -23,9 +23,8 @@ from golden import ROOT, Golden, load_golden, read_config, read_tensors
 from safetensors.numpy import save_file
 from test_golden import check_rounds
 
-from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.checkpoint.folder import load_draft
-from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.record import DraftVocabulary, read_record, write_draft_vocabulary
 from poss_jax.config.reading import UserError
 from poss_jax.convert.reading import PUBLISHED
 

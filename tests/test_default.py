@@ -14,14 +14,13 @@ from golden import ROOT_E3
 from programs import refusal, write_lines
 
 import poss_jax
-from benchmarks.aot.config import AheadConfig
 from infer.bench import compare
 from infer.bench.measure import with_default_models
 from infer.generate import main as generate
 from poss_jax.bundled import default
 from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.bench import BenchConfig, MethodConfig
+from poss_jax.config.bench import AheadConfig, BenchConfig, MethodConfig
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main as convert

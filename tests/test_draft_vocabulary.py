@@ -18,13 +18,14 @@ from programs import DRAFT, TARGET, Runs, config_file, generate, refusal, summar
 
 from infer.bench.__main__ import main as bench
 from infer.generate import main as generate_main
-from poss_jax.checkpoint.draft_vocabulary import (
+from poss_jax.checkpoint.folder import verify_model
+from poss_jax.checkpoint.record import (
     DraftVocabulary,
     read_draft_vocabulary,
+    read_record,
+    with_vocabulary,
     write_draft_vocabulary,
 )
-from poss_jax.checkpoint.folder import verify_model
-from poss_jax.checkpoint.record import read_record, with_vocabulary
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config

@@ -10,8 +10,8 @@ import pytest
 
 from infer.bench import measure
 from infer.bench.compare import settings_of
+from infer.bench.journal import Kept, describe
 from infer.bench.measure import AUTOREGRESSIVE, Decoder
-from infer.kept import Kept, describe
 from poss_jax.config.bench import BenchConfig
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from programs import refusal
 
-from benchmarks.aot.config import AheadConfig
 from poss_jax import TreeConfig
-from poss_jax.config.bench import BenchConfig, DriftConfig
+from poss_jax.config.bench import AheadConfig, BenchConfig, DriftConfig
 from poss_jax.config.decoding import GenerateConfig, SamplingOptions, ServeConfig
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.aot.config import AheadConfig
 from benchmarks.study import StudyConfig
-from poss_jax.config.bench import BenchConfig, DriftConfig
+from poss_jax.config.bench import AheadConfig, BenchConfig, DriftConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import load_config, read_yaml
 from poss_jax.config.training import OptimizerConfig, TrainConfig

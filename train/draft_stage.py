@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
 from poss_jax.checkpoint.folder import load_draft, load_target, read_dense, read_draft
-from poss_jax.checkpoint.record import ModelRecord, new_record, read_record
+from poss_jax.checkpoint.record import ModelRecord, new_record, read_draft_vocabulary, read_record
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.models import DraftConfig

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 
 from poss_jax.bundled.default import find_bundled, with_bundled
-from poss_jax.checkpoint.draft_vocabulary import (
-    SMALLEST,
-    DraftVocabulary,
-    read_draft_vocabulary,
-    write_draft_vocabulary,
-)
 from poss_jax.checkpoint.folder import read_family, read_target, write_model
 from poss_jax.checkpoint.items import load_item
-from poss_jax.checkpoint.record import provenance, with_vocabulary
+from poss_jax.checkpoint.record import (
+    SMALLEST,
+    DraftVocabulary,
+    provenance,
+    read_draft_vocabulary,
+    with_vocabulary,
+    write_draft_vocabulary,
+)
 from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict, load_config

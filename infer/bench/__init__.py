@@ -7,7 +7,7 @@ measure.py     decoding methods, and their times
 phases.py      times of the phases of a round
 costs.py       bytes, FLOPs and floors of the phases; datasheets of devices
 rates.py       measured rates of this device
-journal.py     answers, kept as they come, and in the field's formats
+journal.py     answers and other results, kept as they come; answers in the field's formats
 compare.py     a benchmark: all questions with all methods
 statistics.py  intervals and tests
 summary.py     answers -> numbers

@@ -1,9 +1,14 @@
-"""The journal of a benchmark keeps every answer as it comes, so an interrupted run can resume."""
+"""Keeps measurements as they come, so that the same command resumes after an interruption.
+
+Journal  answers of a benchmark, in its output folder
+Kept     results of other long measurements, in the cache folder until these are finished
+"""
 
 import json
+import logging
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +17,16 @@ from urllib.parse import quote
 from pydantic import TypeAdapter, ValidationError
 
 from poss_jax.checkpoint.whole import naming, write_file
+from poss_jax.config.bench import BenchConfig
 from poss_jax.config.json_reading import JsonError, parse_json
-from poss_jax.config.reading import UserError
+from poss_jax.config.paths import cache_folder
+from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.answers import Generation
+from poss_jax.engine.prompts import PreparedPrompt
+
+from .measure import Decoder, digest, identify
+
+_LOG = logging.getLogger(__name__)
 
 SETTINGS, ANSWERS, METHODS = "bench.json", "answers.jsonl", "methods.json"
 
@@ -208,6 +220,63 @@ def _read_whole_lines(path: Path) -> Iterator[Answer]:
                 f"{path}:{number}: want an answer of infer.bench, got a damaged line; remove it, "
                 "and the question is answered again"
             ) from error
+
+
+# --------------------------------------------------------------------------------------------------
+# Results of other measurements
+
+
+class Kept:
+    """Results by name, all JSON-compatible.
+
+    Attributes:
+      path: their file, a JSON line per result.
+    """
+
+    def __init__(self, program: str, made_from: dict[str, Any]) -> None:
+        """Finds what an interrupted run has kept.
+
+        Args:
+          program: name of the program.
+          made_from: all that decides the results, JSON-compatible.
+        """
+        file = f"{program}-{digest(made_from)[:16]}.jsonl"
+        self.path = cache_folder() / "unfinished" / file
+        self._results: dict[str, Any] = {}
+        if self.path.is_file():
+            lines = self.path.read_text().rpartition("\n")[0]  # the last may be incomplete
+            write_file(self.path, lines + "\n" * bool(lines))
+            for line in lines.splitlines():
+                self._results |= json.loads(line)
+            _LOG.warning("going on with %d results of %s", len(self._results), self.path)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._results
+
+    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Returns a result, which is measured unless it was kept; as JSON gives it back."""
+        if name not in self._results:
+            line = json.dumps({name: measure()})
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(f"{line}\n")
+            self._results |= json.loads(line)
+        return self._results[name]
+
+    def finish(self) -> None:
+        """Removes the file."""
+        self.path.unlink(missing_ok=True)
+
+
+def describe(
+    config: BenchConfig,
+    decoders: Sequence[Decoder],
+    prompts: Sequence[PreparedPrompt],
+    **settings: Any,
+) -> dict[str, Any]:
+    """All that decides texts and times of some decoders, JSON-compatible."""
+    of_run = {"config": config_to_dict(config), "prompts": [prompt.ids for prompt in prompts]}
+    return settings | of_run | identify(config, decoders)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from poss_jax.engine.trees import default_tree, tuned_file, vocabulary_file, wri
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.program.output import check_writable, print_summary, show_rows, wants_json
 
+from ..bench.journal import Kept, describe
 from ..bench.measure import digest_vocabulary, load_decoders, time_answer
 from ..bench.questions import first_prompts, read_questions
 from ..bench.report import with_provenance
-from ..kept import Kept, describe
 from .search import Tuning, tree_name, tune
 
 _LOG = logging.getLogger(__name__)

@@ -36,9 +36,9 @@ from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.steps import on_mesh
 from poss_jax.engine.trees import default_tree
 
+from ..bench.journal import Kept
 from ..bench.measure import time_batches
 from ..bench.phases import Batch, time_in_turn
-from ..kept import Kept
 
 _DEPTH = 8
 _TOP_KS = {"cpu": (1, 2, 3, 4, 6)}

@@ -1,10 +1,9 @@
 """The model folder, our format on disk: `model.json`, the tokenizer's files, and the weights.
 
-record.py      contents of model.json: config, target identity, provenance
+record.py      contents of model.json: config, target identity, provenance; draft vocabularies
 sums.py        checksums of arrays and of files
 folder.py      writing a model, loading it to the device, verifying it
 items.py       a part of the weights, through Orbax
 whole.py       folders and files written whole, by one process at a time
-draft_vocabulary.py  the file of the tokens that a draft may propose
 torch_io.py    PyTorch's `.bin` files; the only file that imports torch
 """

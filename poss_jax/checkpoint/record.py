@@ -1,4 +1,4 @@
-"""The record of a model, `model.json`: config, target identity and provenance."""
+"""The record of a model, `model.json`; the file of the tokens that a draft may propose."""
 
 import hashlib
 import json
@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.checkpoint.sums import hash_values
+from poss_jax.checkpoint.whole import write_output
 from poss_jax.config import __version__
 from poss_jax.config.json_reading import check_own_file, check_own_tree, read_json
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
-from poss_jax.config.numbers import CountOrZero
+from poss_jax.config.numbers import AtLeastTwo, CountOrZero, Probability
 from poss_jax.config.paths import AnyPath, as_path, local_files
 from poss_jax.config.processor import int8_products
-from poss_jax.config.reading import UserError, build_config
+from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.model.parameters import item_shapes
 from poss_jax.shapes import Params
 
@@ -254,23 +256,6 @@ def _how_to_make(folder: AnyPath, family: str) -> str:
     return f"write it first: poss convert {family} --source CHECKPOINT {target}--output {folder}"
 
 
-def with_vocabulary(record: ModelRecord, tokens: Iterable[int], *, origin: str) -> ModelRecord:
-    """Returns the record of a draft that proposes only some tokens of the target's head.
-
-    Args:
-      tokens: ids of the target, ascending.
-
-    Raises:
-      UserError: the draft has its own head, which fixes its vocabulary.
-    """
-    if "head" in record.items:
-        raise UserError(
-            f"draft {origin}: a draft with its own head keeps its vocabulary; leave out the "
-            "draft vocabulary"
-        )
-    return replace(record, draft_vocabulary=tuple(tokens))
-
-
 def check_fit(origin: str, draft: DraftConfig, target: ModelRecord) -> None:
     """Checks that a draft reads features and tokens of a target's sizes.
 
@@ -316,3 +301,84 @@ def _git_sha() -> str | None:
     except OSError:
         return None
     return result.stdout.strip() or None
+
+
+# --------------------------------------------------------------------------------------------------
+# Draft vocabularies
+
+SMALLEST = 2
+"""Fewest tokens that a draft may propose."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class DraftVocabulary:
+    """Contents of a draft vocabulary's file.
+
+    Attributes:
+      vocab_size: number of tokens of the target.
+      tokens: ids of the tokens that a draft may propose, ascending.
+      coverage: share of the counted tokens in the vocabulary; None if nothing was counted.
+      source: description of the counted data; informative only.
+    """
+
+    vocab_size: AtLeastTwo
+    tokens: tuple[CountOrZero, ...] = Field(min_length=SMALLEST)
+    coverage: Probability | None = None
+    source: Any = None
+
+    def __post_init__(self) -> None:
+        ids = np.asarray(self.tokens)
+        if (np.diff(ids) <= 0).any():
+            at = int(np.argmax(np.diff(ids) <= 0))
+            raise ValueError(f"tokens: want ascending ids, got {ids[at + 1]} after {ids[at]}")
+        if ids[-1] >= self.vocab_size:
+            raise ValueError(f"tokens: want ids below vocab_size {self.vocab_size}, got {ids[-1]}")
+
+
+def write_draft_vocabulary(path: Path, vocabulary: DraftVocabulary) -> None:
+    """Writes a draft vocabulary as a JSON file, whole or not at all.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    fields = config_to_dict(vocabulary).items()
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields]  # of many ids
+    write_output(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
+    """Reads the tokens of a draft vocabulary.
+
+    Args:
+      path: JSON file that `poss draft-vocab` writes.
+
+    Returns:
+      [Vd] int32, ascending ids of the target.
+
+    Raises:
+      UserError: unreadable, not a draft vocabulary, or made for another vocabulary size.
+    """
+    vocabulary = build_config(DraftVocabulary, read_json(as_path(path)), origin=str(path))
+    if vocabulary.vocab_size != vocab_size:
+        raise UserError(
+            f"{path}: want a draft vocabulary of {vocab_size} tokens, which the target has, got "
+            f"one made for {vocabulary.vocab_size}; count again with this target"
+        )
+    return np.asarray(vocabulary.tokens, np.int32)
+
+
+def with_vocabulary(record: ModelRecord, tokens: Iterable[int], *, origin: str) -> ModelRecord:
+    """Returns the record of a draft that proposes only some tokens of the target's head.
+
+    Args:
+      tokens: ids of the target, ascending.
+
+    Raises:
+      UserError: the draft has its own head, which fixes its vocabulary.
+    """
+    if "head" in record.items:
+        raise UserError(
+            f"draft {origin}: a draft with its own head keeps its vocabulary; leave out the "
+            "draft vocabulary"
+        )
+    return replace(record, draft_vocabulary=tuple(tokens))

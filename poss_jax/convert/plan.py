@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
 from poss_jax.checkpoint.folder import read_family
 from poss_jax.checkpoint.items import describe_item, load_item
 from poss_jax.checkpoint.record import (
     ModelRecord,
     check_fit,
     new_record,
+    read_draft_vocabulary,
     read_record,
     target_identity,
     with_vocabulary,

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from poss_jax.bundled.default import find_bundled, recommended_sampling
-from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
-from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
+from poss_jax.checkpoint.record import ModelRecord, read_draft_vocabulary, with_vocabulary
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import (
     DraftConfig,

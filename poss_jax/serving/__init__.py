@@ -6,9 +6,8 @@ bodies.py      bodies of requests: their fields, received, bounded, parsed; erro
 requests.py    bodies -> jobs for the scheduler
 chats.py       messages and tools of a chat, and how its template is to write them
 grammars.py    fields that constrain an answer -> grammar
-replies.py     chunks of answers -> bodies and events
+replies.py     chunks of answers -> bodies and events; what answers say about their drafts
 tools.py       calls of tools in an answer's text
-acceptance.py  what answers say about their drafts
 responses.py   /v1/responses, translated to chats and back
 guard.py       checks of every request: key, size, id, access log
 server.py      uvicorn's server: draining

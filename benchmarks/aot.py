@@ -14,7 +14,7 @@ as its last line one JSON object, unless a terminal shows it.
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.aot.config import AheadConfig
+from poss_jax.config.bench import AheadConfig
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import waiting
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (args.topology is None) == (args.gpu is None):
         raise UserError("want either --topology SLICE or --gpu NAME; see --help")
     with waiting("importing JAX ..."):
-        from benchmarks.aot.report import run
+        from benchmarks.aot_programs import run
         from poss_jax.bundled.default import with_bundled
     run(with_bundled(config), args)
 
