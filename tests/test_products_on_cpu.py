@@ -41,11 +41,12 @@ def exact(rows: Any, weight: Quantised) -> np.ndarray:
 
 
 def test_limbs_drawn():
-    #  1.27 -> 127;  -0.635 = -63.5 steps of 0.01 -> -64 + 64/128
-    scale, limbs = split_limbs(jnp.array([[1.27, -0.635, 0.0]]), 2)
+    #  1.27 -> 127;  -0.635 = -63.5 steps of 0.01 -> -63 - 128/256;  0.3025 -> 30 + 64/256
+    scale, limbs = split_limbs(jnp.array([[1.27, -0.635, 0.3025, 0.0]]), 2)
     np.testing.assert_allclose(scale, [[0.01]])
-    np.testing.assert_array_equal(limbs[0], [[127, -64, 0]])
-    np.testing.assert_allclose(limbs[1], [[0, 64, 0]], atol=1)
+    signed = np.asarray(limbs, int) - 128
+    np.testing.assert_array_equal(signed[0], [[127, -63, 30, 0]])
+    np.testing.assert_array_equal(signed[1], [[0, -128, 64, 0]])
 
 
 def test_zero_rows_stay_zero():
@@ -53,12 +54,12 @@ def test_zero_rows_stay_zero():
     np.testing.assert_array_equal(linear(jnp.zeros((2, 96)), weight), 0)
 
 
-@pytest.mark.parametrize(("num_limbs", "bound"), [(1, 2**-8), (2, 2**-15), (3, 2**-22)])
+@pytest.mark.parametrize(("num_limbs", "bound"), [(1, 2**-8), (2, 2**-16), (3, 2**-24)])
 def test_limbs_hold_rows_to_a_part_of_their_largest_element(num_limbs, bound):
     rows, _ = draw(9)
     scale, limbs = split_limbs(rows, num_limbs)
-    factors = np.asarray(scale, np.float64) * 128.0 ** -np.arange(num_limbs)[:, None, None]
-    error = np.abs((np.asarray(limbs, np.float64) * factors).sum(0) - rows)
+    factors = np.asarray(scale, np.float64) * 256.0 ** -np.arange(num_limbs)[:, None, None]
+    error = np.abs(((np.asarray(limbs, np.float64) - 128) * factors).sum(0) - rows)
     largest = np.abs(rows).max(-1, keepdims=True)
     assert (error <= 1.05 * bound * largest).all()
 
@@ -98,6 +99,27 @@ def test_other_instruction_sets_give_the_same_bits():
         return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
     assert digest("") == digest("--xla_cpu_max_isa=SSE4_2") != ""
+
+
+def test_signed_and_unsigned_products_give_the_same_bits(monkeypatch):
+    """On processors with and without VNNI; a row alone, too, and the lowest value of int8."""
+    rows, weight = draw(7)
+    weight = weight.replace(values=weight.values.at[3, 5].set(-128))
+    for count in (1, 7):
+        products = []
+        for has_unsigned in (True, False):
+            monkeypatch.setattr(
+                "poss_jax.model.linear.has_unsigned_products", lambda has=has_unsigned: has
+            )
+            products.append(np.asarray(linear(rows[:count], weight)))
+        np.testing.assert_array_equal(*products)
+
+
+def test_operands_of_two_types_are_not_converted(monkeypatch):
+    """As int32 their product would take ten times as long."""
+    monkeypatch.setattr("poss_jax.model.linear.has_unsigned_products", lambda: True)
+    lowered = jax.jit(linear).lower(*draw(2)).as_text()
+    assert "(tensor<7x96xui8>, tensor<40x96xi8>) -> tensor<7x40xi32>" in lowered
 
 
 def test_weight_says_how_many_limbs():

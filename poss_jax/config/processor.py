@@ -32,6 +32,15 @@ def int8_products() -> Int8Products:
     return "integer" if _FOURFOLD & _processor_flags() else "float"
 
 
+@cache
+def has_unsigned_products() -> bool:
+    """True if products of uint8 with int8 are faster than those of int8 with int8.
+
+    YNNPACK's kernels for AVX-512 VNNI take uint8; without VNNI, it has no fast kernel for uint8.
+    """
+    return "avx512_vnni" in _processor_flags()
+
+
 def _processor_flags() -> set[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()

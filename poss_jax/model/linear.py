@@ -10,16 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from poss_jax.config.processor import int8_products
+from poss_jax.config.processor import has_unsigned_products, int8_products
 from poss_jax.model.quantise import Quantised
-from poss_jax.shapes import Array, Float, Int
+from poss_jax.shapes import Array, Float, Int, UInt
 
 # For a few rows XLA on CPU runs `x @ w.T` 1.1 to 1.7 times slower than `(w @ x.T).T`.
 _FEW_ROWS = 64
-
-_BASE = 128  # limbs after the first lie between -64 and 64
 
 # Row counts that `_sum_products` pads to; 1 row, or 5 to 7, take longer than the next of these.
 _SUMMED_ROWS = (2, 4, 8, 16)
@@ -134,17 +133,17 @@ def _few_rows_on_cpu(rows: Array, weight: Array, *, dtype: Any = None) -> Array:
 # --------------------------------------------------------------------------------------------------
 # Products with a weight of 8 bits on a CPU
 #
-# XLA hands a product of two int8 matrices to YNNPACK, whose integer kernels read 8 bits per weight
-# and convert none. So a row is written as a sum of int8 limbs with one scale:
+# XLA hands a product of two matrices of 8 bits to YNNPACK, whose integer kernels read 8 bits per
+# weight and convert none. So a row is written as a sum of int8 limbs with one scale:
 #
-#     x = scale * (limb 0 + limb 1 / 128 + limb 2 / 128**2)
+#     x = scale * (limb 0 + limb 1 / 256 + limb 2 / 256**2)
 #
 # and the limbs of all rows are the rows of one product. Integer sums are exact in any order, and a
 # factor of two is exact, fused with the addition or not. So a row's product has the same bits alone
 # and among other rows, in any tree, batch or prefill chunk, for any number of threads and on any
-# processor. Three limbs are as exact as float32 (2**-22 of a row's largest element). Drafts have
+# processor. Three limbs are as exact as float32 (2**-24 of a row's largest element). Drafts have
 # two: their numbers decide what is proposed, not what is kept. `config.processor` says where float
-# products take their place.
+# products take their place, and where limbs become uint8.
 
 
 def multiply_integers(
@@ -159,29 +158,55 @@ def multiply_integers(
     """
     scale, limbs = split_limbs(rows.astype(jnp.float32), num_limbs)
     stacked = limbs.reshape(-1, limbs.shape[-1])
-    if len(stacked) == 1:  # XLA would run one row in a slower loop
-        stacked = lax.optimization_barrier(jnp.pad(stacked, ((0, 1), (0, 0))))
-    contract_last = ((1,), (1,)), ((), ())
-    sums = lax.dot_general(stacked, values, contract_last, preferred_element_type=jnp.int32)
-    sums = sums[: num_limbs * len(rows)].reshape(num_limbs, len(rows), -1).astype(jnp.float32)
+    multiply = _multiply_unsigned if has_unsigned_products() else _multiply_signed
+    sums = multiply(stacked, values).reshape(num_limbs, len(rows), -1).astype(jnp.float32)
     total = sums[num_limbs - 1]
     for index in reversed(range(num_limbs - 1)):
-        total = sums[index] + total / _BASE
+        total = sums[index] + total / 256
     return total * scale
 
 
 def split_limbs(
     rows: Float[Array, "rows in_dim"], num_limbs: int
-) -> tuple[Float[Array, "rows 1"], Int[Array, "limbs rows in_dim"]]:
-    """Writes rows as int8 limbs times a scale per row; each limb holds what the last one left."""
+) -> tuple[Float[Array, "rows 1"], UInt[Array, "limbs rows in_dim"]]:
+    """Writes rows as limbs times a scale per row.
+
+    Returns:
+      The scales, and the limbs plus 128 as uint8.
+    """
     highest = jnp.abs(rows).max(axis=-1, keepdims=True)
     scale = jnp.where(highest == 0, 1.0, highest / 127)
-    remainder = rows / scale
-    limbs = []
-    for _ in range(num_limbs):
-        limbs.append(jnp.round(remainder))
-        remainder = (remainder - limbs[-1]) * _BASE
-    return scale, jnp.stack(limbs).astype(jnp.int8)
+    shifts = np.arange(num_limbs, dtype=np.int32)[::-1, None, None] * 8
+    offset = int((128 << shifts).sum())
+    fixed_point = jnp.round(rows / scale * 256.0 ** (num_limbs - 1)).astype(jnp.int32) + offset
+    return scale, (fixed_point[None] >> shifts).astype(jnp.uint8)
+
+
+def _multiply_signed(limbs: Array, values: Array) -> Array:
+    limbs = (limbs ^ 128).astype(jnp.int8)
+    if len(limbs) > 1:
+        return _sum_integers(limbs, values)
+    # XLA would run one row in a slower loop.
+    padded = lax.optimization_barrier(jnp.pad(limbs, ((0, 1), (0, 0))))
+    return _sum_integers(padded, values)[:1]
+
+
+def _multiply_unsigned(limbs: Array, values: Array) -> Array:
+    # The last row, zeros, sums what the 128 of every limb adds.
+    padded = jnp.pad(limbs, ((0, 1), (0, 0)), constant_values=128)
+    sums = _sum_integers(padded, values)
+    return sums[:-1] - sums[-1:]
+
+
+def _sum_integers(rows: Array, values: Array) -> Array:
+    # With this precision JAX does not convert operands of two types.
+    return lax.dot_general(
+        rows,
+        values,
+        (((1,), (1,)), ((), ())),
+        precision=lax.DotAlgorithmPreset.DEFAULT,
+        preferred_element_type=jnp.int32,
+    )
 
 
 def _sum_products(
