@@ -438,7 +438,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for run in config.runs():
         load_config(TrainConfig, config.start, words_of(config, run))
     report = study(config, num_jobs=args.jobs)
-    show_report(report, format_study(report), args.output, plot=partial(plot, report))
+    show_report(report, format_study(report), args.output, write=partial(plot, report))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The report of `benchmarks.study`: tables of what was compared, and figures."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,15 @@ def _format_tested(compared: dict[str, Any], *, digits: int) -> tuple[str, str]:
 
 
 def plot(report: dict[str, Any], folder: Path) -> None:
-    """Draws acceptance by position for every row, drift by depth, and the curves of training."""
+    """Draws acceptance by position for every row, drift by depth, and the curves of training.
+
+    Nothing is drawn without matplotlib.
+    """
+    if find_spec("matplotlib") is None:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
     positions, cosines = DEPTHS.values()
     by_position = {"held out": _by_depth(report["held_out"], positions)} | {
         f"{row['set']}\nT = {row['temperature']:g}, {row['tree']}": _by_depth(row, positions)

@@ -319,6 +319,10 @@ def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) ->
             "--target {target} --draft A={eagle} --draft-vocabulary v.json --drift",
             "drift: is measured on models as they are; leave out draft_vocabulary",
         ),
+        (
+            "--target {target} --draft A={eagle} --drift --max-new-tokens 8",
+            "drift: want max_new_tokens of more than 8, got 8",
+        ),
     ],
 )
 def test_bad_input_writes_nothing(runs, prompts, tmp_path, monkeypatch, arguments, error) -> None:

@@ -45,7 +45,6 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m infer.chat": "reads what is typed; tests/test_chat.py types",
     "python -m infer.bench --config configs/bundled/": "runs for minutes",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
-    "python -m benchmarks.drift --config configs/demo/": "needs the models of make demo",
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
     "python -m benchmarks.study ": "trains for hours; tests/test_study.py runs a small one",
     "python -m infer.bench --config configs/demo/": "needs the models of make demo",
@@ -66,8 +65,7 @@ SMALLER = {  # program -> arguments that are added
     "num_tokens=64 mesh.data=1 mesh.fsdp=1 specialists.positions_per_specialist=[1,1] "
     "specialists.depth=2",
     "infer.generate": "--max-new-tokens 6",
-    "infer.bench": "--max-new-tokens 6 --num-prompts 2 --repeats 1",
-    "benchmarks.drift": "--max-new-tokens 6 --num-prompts 2 --depth 3",
+    "infer.bench": "--max-new-tokens 9 --num-prompts 2 --repeats 1",
     "train.regenerate": "--max-new-tokens 6",
 }
 INSTEAD = {  # words of a command -> what stands for them

@@ -9,7 +9,7 @@ import pydantic
 import pytest
 
 from poss_jax.config import bench, data, decoding, models, regenerate, training
-from poss_jax.config.bench import BenchConfig, DriftConfig
+from poss_jax.config.bench import AheadConfig, BenchConfig
 from poss_jax.config.decoding import AnswerConfig, DecodingConfig, GenerateConfig, SamplingConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config, config_to_dict
@@ -186,7 +186,7 @@ NEEDED = {
     DraftConfig: {"layer": LAYER},
     TrainConfig: DRAFT_RUN,
     BenchConfig: {"target": "t"},
-    DriftConfig: {"target": "t", "drafts": {"d": "d"}},
+    AheadConfig: {"target": "t"},
     DecodingConfig: {"target": "t"},
     AnswerConfig: {"target": "t"},
     GenerateConfig: {"target": "t", "prompt": "p"},

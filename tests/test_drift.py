@@ -1,10 +1,6 @@
 """Drafts by depth: against validation and decoding, by hand, and for a draft that knows all."""
 
-import functools
-import importlib.util
-import json
 from dataclasses import replace
-from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import exact_pair, random_draft, tiny_llama
-from programs import Runs, copy_model, refusal, write_lines
+from programs import Runs, write_lines
 
-from benchmarks.drift import add_costs, advise_spans, cost_of, main
 from infer.bench.by_depth import (
     count_rounds,
     decode,
     describe_draft,
     follow,
+    format_report,
     lay_out,
     predicted_rounds,
+    study,
 )
-from infer.bench.by_depth_report import format_brief, format_report
 from poss_jax.checkpoint.folder import load_draft, load_target, write_model
 from poss_jax.checkpoint.record import new_record, target_identity
-from poss_jax.config.bench import DriftConfig
+from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.engine.answers import Generation
@@ -36,8 +32,6 @@ from poss_jax.learn.validation import add_up, draft_metrics, make_draft_validati
 from poss_jax.model.documents import TrainBatch, trained_rows
 from poss_jax.model.parameters import split_items
 from poss_jax.model.target import stack_layers
-
-pytestmark = pytest.mark.usefixtures("asks_json")
 
 R, N = 3, 14
 
@@ -120,16 +114,12 @@ def certain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def analyse(folder: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    sizes = ["--depth", str(R), "--max-new-tokens", str(N), "--prompts", f"{folder}/prompts.jsonl"]
-    main(["--target", str(folder / "target"), *sizes, *arguments])
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
-def test_a_draft_that_knows_the_target(certain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_that_knows_the_target(certain: Path) -> None:
     """No drift, everything accepted, and no difference between training and decoding."""
-    drafts = [f"--draft={name}={certain / name}" for name in ("knowing", "random")]
-    report = analyse(certain, *drafts, "--spans", "2", capsys=capsys)
+    drafts = {name: str(certain / name) for name in ("knowing", "random")}
+    prompts, target = str(certain / "prompts.jsonl"), str(certain / "target")
+    config = BenchConfig(target=target, drafts=drafts, prompts=prompts, max_new_tokens=N)
+    report = study(config, R)
     knowing, drawn = report["drafts"].values()
     unknown = {"low": [None] * R, "high": [None] * R}  # of fewer than eight questions
     sure = {"value": [1.0] * R, **unknown}
@@ -140,21 +130,13 @@ def test_a_draft_that_knows_the_target(certain: Path, capsys: pytest.CaptureFixt
     assert numbers == dict.fromkeys(numbers, sure)
     assert knowing["simulated_acceptance_length"]["value"] == 1 + R
     assert knowing["rounds_as_predicted"] == drawn["rounds_as_predicted"] == 1
-    assert knowing["positions_per_specialist"] == [2, 1]  # equal inputs
     assert drawn["by_depth"]["feature_distance"]["value"][0] > 0.1
 
     (pair,) = report["pairs"]
     gain = [draft["decoded_acceptance_length"]["value"] for draft in (knowing, drawn)]
-    assert pair["drafts"] == ["knowing", "random"]
+    assert pair["drafts"] == ("knowing", "random")
     assert pair["difference"]["value"] == pytest.approx(gain[1] - gain[0]) and gain[1] < gain[0]
     assert 2 / 2**4 <= pair["p_value"] < 1  # all signs of four questions
-
-    *_, head, first, second, difference = format_brief(report).splitlines()
-    assert head.split() == "acceptance length at 1 at 2 at 3".split()
-    assert first.split() == ["knowing", f"{gain[0]:.2f}", *["100%"] * R]
-    assert second.split()[:2] == ["random", f"{gain[1]:.2f}"]
-    assert difference.startswith(f"random less knowing: -{gain[0] - gain[1]:.2f} tokens, p ")
-    assert max(map(len, format_brief(report).splitlines())) <= 80
 
 
 # --------------------------------------------------------------------------------------------------
@@ -162,28 +144,28 @@ def test_a_draft_that_knows_the_target(certain: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.fixture(scope="module")
-def config(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> DriftConfig:
+def config(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> BenchConfig:
     lines = [{"prompt": f"def area_{n}(width"} for n in range(3)]
     prompts = write_lines(tmp_path_factory.mktemp("drift") / "prompts.jsonl", *lines)
     drafts = {name: runs.model(name) for name in ("eagle", "poss2")}
-    return DriftConfig(
-        target=runs.model("target"), drafts=drafts, prompts=prompts, max_new_tokens=N, depth=R
+    return BenchConfig(
+        target=runs.model("target"), drafts=drafts, prompts=prompts, max_new_tokens=N
     )
 
 
 @pytest.fixture(scope="module")
-def decoded(config: DriftConfig) -> Any:
-    return decode(config)
+def decoded(config: BenchConfig) -> Any:
+    return decode(config, R)
 
 
 @pytest.mark.parametrize("name", ["eagle", "poss2"])
-def test_numbers_are_those_of_validation(config: DriftConfig, decoded: Any, name: str) -> None:
+def test_numbers_are_those_of_validation(config: BenchConfig, decoded: Any, name: str) -> None:
     """Of all texts as one batch; and by their definitions, text by text and chain by chain."""
     texts, _, answers = decoded
     record, target = load_target(config.target)
     target |= {"layers": stack_layers(target["layers"])}
     rows = lay_out(texts)
-    followed = follow(config, name, record, target, rows)
+    followed = follow(config, name, record, target, rows, R)
     found = describe_draft(texts, answers[name], followed)
     values = {key: number["value"] for key, number in found["by_depth"].items()}
 
@@ -216,22 +198,6 @@ def test_numbers_are_those_of_validation(config: DriftConfig, decoded: Any, name
     assert found["rounds_as_predicted"] == 1
 
 
-def test_files_of_a_report(config, tmp_path, capsys) -> None:
-    arguments = ["--target", config.target, "--prompts", config.prompts, "--depth", str(R)]
-    arguments += ["--draft", f"poss2={config.drafts['poss2']}", "--max-new-tokens", str(N)]
-    main([*arguments, "--output", str(tmp_path / "report")])
-    *table, where, last = capsys.readouterr().out.splitlines()
-    report = json.loads(last, parse_constant=pytest.fail)  # nothing that only Python reads
-    assert where == f"report: {tmp_path / 'report'}"
-    assert "\n".join(table) == format_report(report)
-    assert "\n".join(table) + "\n" == (tmp_path / "report" / "report.md").read_text()
-    assert json.loads((tmp_path / "report" / "report.json").read_text()) == report
-    assert report["drafts"]["poss2"]["specialists"] == [0, 0, 1] and report["pairs"] == []
-    plot = tmp_path / "report" / "drift.svg"
-    assert plot.exists() == (importlib.util.find_spec("matplotlib") is not None)
-    assert not plot.exists() or "<svg" in plot.read_text()
-
-
 def test_table_of_a_family_without_features() -> None:
     """Nothing is known of a depth that no chain came to, and no interval of one prompt."""
     number = {"value": [0.5, None], "low": [None, None], "high": [None, None]}
@@ -242,92 +208,10 @@ def test_table_of_a_family_without_features() -> None:
         "simulated_acceptance_length": length,
         "decoded_acceptance_length": length,
         "rounds_as_predicted": None,
-        "positions_per_specialist": [1, 1],
     }
     report = {"prompts": 1, "max_new_tokens": 4, "depth": 2, "looping_prompts": [], "pairs": []}
     table = format_report(report | {"drafts": {"EAGLE-3": draft}}).splitlines()
-    assert "| EAGLE-3 | 1.50 [1.25, 1.75] | 1.50 [1.25, 1.75] |  | [1, 1] |" in table
+    assert "| EAGLE-3 | 1.50 [1.25, 1.75] | 1.50 [1.25, 1.75] |  |" in table
     at = table.index("| 1 | 1 | 0.50 |")
     assert table[at - 1] == "|---|---|---|" and table[at + 1] == "| 2 | 2 |  |"
     assert table[-1].startswith("(no cosine")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ("--target {target}", "want at least one draft; give --draft NAME=DIR"),
-        ("--draft A={eagle}", "want --target DIR"),
-        ("--target {target} --draft A={eagle} --depth 8 --max-new-tokens 8", "more than depth, 8"),
-        ("--target {target} --draft A={eagle} --spans 9", "want at most one per position, 8"),
-        ("--target {target} --draft A={target}", "want a draft, got a target"),
-        ("--target {target} --draft A={eagle} --prompts nowhere.jsonl", "want a readable file"),
-        ("--target {target} --draft autoregressive={eagle}", "is the baseline's name"),
-        ("--target {target} --draft A={eagle} tree.depth=3", "unknown key 'tree'"),
-        ("--target {int8} --draft A={eagle}", "is quantised to int8"),
-    ],
-)
-def test_bad_input_writes_nothing(runs: Runs, tmp_path: Path, arguments: str, error: str) -> None:
-    names = {name: runs.model(name) for name in ("target", "eagle")}
-    names["int8"] = str(tmp_path / "int8")
-    if "{int8}" in arguments:
-        copy_model(names["target"], Path(names["int8"]), quantised="int8")
-    words = [word.format(**names) for word in arguments.split()]
-    assert error in refusal(main, *words, "--output", str(tmp_path / "out" / "report"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_benchmark_is_not_written_over(tmp_path: Path) -> None:
-    (tmp_path / "bench.json").write_text("{}")
-    arguments = "--target nowhere --draft a=nowhere --output".split()
-    assert "is not empty; name another folder" in refusal(main, *arguments, str(tmp_path))
-
-
-# --------------------------------------------------------------------------------------------------
-# Advised spans: drawn examples, and every cut there is
-
-
-def test_spans_end_where_the_drift_jumps():
-    #        depth    0    1    2    3    4    5    6    7
-    drift = [0.0, 0.4, 0.4, 0.4, 0.9, 0.9, 0.9, 0.9]
-    assert advise_spans(drift, [1.0] * 8, 3) == [1, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("size", "num_spans", "spans"),
-    [(8, 2, [4, 4]), (8, 3, [3, 3, 2]), (7, 4, [2, 2, 2, 1]), (5, 1, [5]), (3, 3, [1, 1, 1])],
-)
-@pytest.mark.parametrize("drift", [0.0, 0.1, 1 / 3])
-def test_equal_inputs_get_equal_spans(size: int, num_spans: int, spans: list[int], drift: float):
-    assert advise_spans([drift] * size, np.linspace(1, 0.1, size).tolist(), num_spans) == spans
-
-
-def test_steady_drift_gets_equal_spans():
-    """Unless few chains come to the later depths, which then matter less."""
-    drift = [0.1 * depth for depth in range(9)]
-    assert advise_spans(drift, [1.0] * 9, 3) == [3, 3, 3]
-    assert advise_spans(drift, [0.3**depth for depth in range(9)], 3) == [1, 1, 7]
-
-
-def test_variation_by_hand():
-    assert cost_of([0.0, 1.0], [1.0, 1.0]) == (0.5e12, 4, (-2,))
-    # mean 0.25: 3 (0.25)^2 + 1 (0.75)^2
-    assert cost_of([0.0, 1.0], [3.0, 1.0]) == (0.75e12, 4, (-2,))
-    assert cost_of([0.3, 0.7], [0.0, 0.0])[0] == 0
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_other_cut_is_better(seed: int):
-    rng = np.random.default_rng(seed)
-    size = int(rng.integers(1, 9))
-    drift, weight = rng.random(size), np.sort(rng.random(size))[::-1]
-    if seed % 2:
-        drift = drift.round(1)  # with ties
-    for num_spans in range(1, size + 1):
-        costs = []
-        for inner in combinations(range(1, size), num_spans - 1):
-            spans = pairwise([0, *inner, size])
-            costs.append(
-                functools.reduce(add_costs, [cost_of(drift[a:b], weight[a:b]) for a, b in spans])
-            )
-        best = [-length for length in min(costs)[2]]
-        assert advise_spans(drift.tolist(), weight.tolist(), num_spans) == best

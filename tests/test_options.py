@@ -10,7 +10,7 @@ import pytest
 from programs import refusal
 
 from poss_jax import TreeConfig
-from poss_jax.config.bench import AheadConfig, BenchConfig, DriftConfig
+from poss_jax.config.bench import AheadConfig, BenchConfig
 from poss_jax.config.decoding import GenerateConfig, SamplingOptions, ServeConfig
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
@@ -118,8 +118,8 @@ def test_an_option_does_not_replace_a_malformed_section(tmp_path, section, optio
 
 
 def test_a_missing_key_names_its_option():
-    with pytest.raises(UserError, match="want --target DIR, or the key target in the file"):
-        read_arguments(DriftConfig, ["--draft=a=b"], prog="test", doc=None)
+    with pytest.raises(UserError, match="want --output PATH, or the key output in the file"):
+        read_arguments(RegenerateConfig, ["--target=t"], prog="test", doc=None)
 
 
 def shown_help(kind: Any, *words: str, doc: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.study import StudyConfig
-from poss_jax.config.bench import AheadConfig, BenchConfig, DriftConfig
+from poss_jax.config.bench import AheadConfig, BenchConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import load_config, read_yaml
 from poss_jax.config.training import OptimizerConfig, TrainConfig
@@ -38,8 +38,7 @@ def header(path: Path) -> str:
 def test_config_is_read_and_its_header_gives_its_command(path):
     by_key = {"stage": TrainConfig, "variants": StudyConfig}
     kinds = [kind for key, kind in by_key.items() if key in read_yaml(path)]
-    others = {"aot": AheadConfig, "drift": DriftConfig}
-    kinds += [others.get(path.parent.name) or others.get(path.stem) or BenchConfig]
+    kinds += [AheadConfig if path.parent.name == "aot" else BenchConfig]
     load_config(kinds[0], path)
     assert f"--config {path.relative_to(CONFIGS.parent)}" in header(path)
     assert "# Hardware: " in header(path)

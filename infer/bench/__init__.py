@@ -1,7 +1,7 @@
 """Compares drafts over the same questions.
 
 settings.py    settings of tune, lossless and roofline
-by_depth.py    drafts by depth (--drift); by_depth_report.py has its tables
+by_depth.py    drafts by depth (--drift)
 questions.py   data sets -> questions -> prompts
 measure.py     decoding methods, and their times
 phases.py      times of the phases of a round

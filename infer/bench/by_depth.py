@@ -1,7 +1,11 @@
-"""Follows drafts along the target's own answers, teacher-forced and in earnest."""
+"""Drafts by depth: how their features drift, and what is accepted where.
+
+The target answers every prompt greedily. Each draft then drafts a chain from every position of
+these answers, teacher-forced as in training's validation, and also decodes the prompts with chains.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, zip_longest
 from typing import Any
 
@@ -11,8 +15,9 @@ import numpy as np
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_dense
 from poss_jax.checkpoint.record import ModelRecord
-from poss_jax.config.bench import DriftConfig
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.bench import DRIFT_DEPTH, BenchConfig
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.data.conversations import Tokens
@@ -26,16 +31,26 @@ from poss_jax.learn.validation import DraftSums, make_draft_validation
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.specialists import split_embedding
 from poss_jax.model.target import stack_layers
+from poss_jax.program.output import fold, format_rows
 from poss_jax.shapes import Params
 
 from .measure import Decoder, load_decoders, play
 from .questions import read_questions
-from .report import with_provenance
-from .statistics import compare, estimate, estimate_mean, share
+from .statistics import compare, estimate, estimate_mean, format_estimate, share
 from .summary import LOOPING_BELOW, count_reaching, distinct_ngram_share
 
 Answers = list[list[Generation]]
 """Answers to the turns of every question."""
+
+_COLUMNS = {
+    "feature_cosine": "cosine",
+    "feature_distance": "distance",
+    "agreement": "agreement",
+    "conditional_acceptance": "accepted",
+    "decoded_conditional_acceptance": "decoded",
+    "gap": "gap",
+}
+_SO_FAR = {"cumulative_acceptance": "accepted", "decoded_cumulative_acceptance": "decoded"}
 
 
 @dataclass(frozen=True)
@@ -47,37 +62,36 @@ class Followed:
     tokens: np.ndarray  # [texts R T] most likely token at every depth and row
 
 
-def study(config: DriftConfig) -> dict[str, Any]:
-    """Measures all drafts.
+def study(config: BenchConfig, depth: int = DRIFT_DEPTH) -> dict[str, Any]:
+    """Measures all drafts of a benchmark on its first set.
 
     Returns:
       The report, JSON-compatible (see docs/experiments.md).
     """
     read_dense(config.target)  # refuses others before anything is decoded
-    texts, looping, decoded = decode(config)
+    texts, looping, decoded = decode(config, depth)
     record, target = load_target(config.target, default_dtype())
     target |= {"layers": stack_layers(target["layers"])}
     rows = lay_out(texts)
     drafts = {}
     for name in config.drafts:
-        followed = follow(config, name, record, target, rows)
+        followed = follow(config, name, record, target, rows, depth)
         drafts[name] = describe_draft(texts, decoded[name], followed)
     lengths = {name: _lengths(answers) for name, answers in decoded.items()}
-    report = {
+    return {
         "prompts": len(texts),
         "looping_prompts": looping,
         "max_new_tokens": config.max_new_tokens,
-        "depth": config.depth,
+        "depth": depth,
         "drafts": drafts,
         "pairs": [
             {"drafts": pair, **compare(*(lengths[name] for name in pair))}
             for pair in combinations(config.drafts, 2)
         ],
     }
-    return with_provenance(report, config)
 
 
-def decode(config: DriftConfig) -> tuple[Answers, list[int], dict[str, Answers]]:
+def decode(config: BenchConfig, depth: int) -> tuple[Answers, list[int], dict[str, Answers]]:
     """Answers questions without a draft, then the ones that do not loop with each draft's chains.
 
     Returns:
@@ -87,17 +101,26 @@ def decode(config: DriftConfig) -> tuple[Answers, list[int], dict[str, Answers]]
     Raises:
       UserError: bad input, or no answer longer than a chain.
     """
-    baseline, *drafts = load_decoders(config.chains)
-    questions = read_questions(config.chains, baseline.engine)
+    chains = replace(
+        config,
+        prompts=config.sets[0],
+        datasets=(),
+        sampling=SamplingConfig(),
+        drafting="coupled",
+        lookup=0,
+        tree=TreeConfig(depth=depth, top_k=1, total_tokens=depth + 1),
+    )
+    baseline, *drafts = load_decoders(chains)
+    questions = read_questions(chains, baseline.engine)
     texts = _answer(baseline, questions)
     shares = [distinct_ngram_share(_join(turns, "output_ids")) for turns in texts]
     kept = [i for i, s in enumerate(shares) if s >= LOOPING_BELOW] or list(range(len(texts)))
     texts, questions = [texts[i] for i in kept], [questions[i] for i in kept]
     longest = max(len(answer.output_ids) for answers in texts for answer in answers)
-    if longest <= config.depth:
+    if longest <= depth:
         raise UserError(
-            f"want an answer of more than depth, {config.depth}, tokens; the longest has "
-            f"{longest}; lower depth or give other prompts"
+            f"drift: want an answer of more than {depth} tokens, the longest has {longest}; give "
+            "other prompts"
         )
     looping = [i for i in range(len(shares)) if i not in kept]
     return texts, looping, {draft.name: _answer(draft, questions) for draft in drafts}
@@ -119,7 +142,12 @@ def lay_out(texts: Answers) -> Rows:
 
 
 def follow(
-    config: DriftConfig, name: str, target_record: ModelRecord, target: Params, rows: Rows
+    config: BenchConfig,
+    name: str,
+    target_record: ModelRecord,
+    target: Params,
+    rows: Rows,
+    depth: int,
 ) -> Followed:
     """Lets a draft predict along texts, teacher-forced: the validation of training, text by text.
 
@@ -137,7 +165,7 @@ def follow(
     task = DraftTask(
         target_record.llama, record.draft, ObjectiveConfig(), vocabulary=record.draft_vocabulary
     )
-    validate = make_draft_validation(task, config.depth)
+    validate = make_draft_validation(task, depth)
 
     @jax.jit
     def run(draft: Params, target: Params, batch: TrainBatch) -> tuple[DraftSums, jax.Array]:
@@ -257,3 +285,91 @@ def _lengths(answers: Answers) -> np.ndarray:
 def _join(answers: Sequence[Generation], name: str) -> list[int]:
     """The lists of that name of all answers of one dialogue, one after the other."""
     return [number for answer in answers for number in getattr(answer, name)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables and figures
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report as Markdown tables."""
+    looping = report["looping_prompts"]
+    lines = [
+        f"{report['prompts']} prompts x {report['max_new_tokens']} new tokens, greedy, chains of "
+        f"depth {report['depth']}; left out since their answers loop: {looping}; [95 % interval "
+        "over prompts]",
+        "",
+        *_summary(report["drafts"]),
+        *_pairs(report["pairs"]),
+    ]
+    for name, draft in report["drafts"].items():
+        lines += ["", f"{name}, by position:", "", *_by_depth(draft)]
+    return "\n".join(lines)
+
+
+def _summary(drafts: dict[str, Any]) -> list[str]:
+    head = ["acceptance length, simulated", "decoded", "rounds as predicted"]
+    table = []
+    for name, draft in drafts.items():
+        lengths = (draft[f"{kind}_acceptance_length"] for kind in ("simulated", "decoded"))
+        cells = [name, *map(format_estimate, lengths)]
+        predicted = draft["rounds_as_predicted"]
+        cells.append("" if predicted is None else f"{predicted:.1%}")
+        table.append(cells)
+    return format_rows(["draft", *head], table)
+
+
+def _pairs(pairs: list[dict[str, Any]]) -> list[str]:
+    if not pairs:
+        return []
+    table = []
+    for pair in pairs:
+        first, second = pair["drafts"]
+        difference = format_estimate(pair["difference"], digits=3)
+        table.append([f"{second} less {first}", difference, f"{pair['p_value']:.4f}"])
+    return ["", *format_rows(["pair", "difference of decoded acceptance length", "p"], table)]
+
+
+def _by_depth(draft: dict[str, Any]) -> list[str]:
+    lines = [*_table_by_depth(draft, _COLUMNS), ""]
+    lines += fold("accepted so far", _table_by_depth(draft, _SO_FAR))
+    if "feature_cosine" not in draft["by_depth"]:
+        lines += ["", "(no cosine: it predicts its own state, not the target's feature)"]
+    return lines
+
+
+def _table_by_depth(draft: dict[str, Any], columns: dict[str, str]) -> list[str]:
+    present = {key: name for key, name in columns.items() if key in draft["by_depth"]}
+    table = []
+    for depth, specialist in enumerate(draft["specialists"]):
+        numbers = (draft["by_depth"][key] for key in present)
+        here = ({key: values[depth] for key, values in number.items()} for number in numbers)
+        table.append([depth + 1, specialist + 1, *map(format_estimate, here)])
+    return format_rows(["position", "specialist", *present.values()], table)
+
+
+def draw_gap(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
+    """Draws acceptance by position, dashed in decoding."""
+    for name, draft in drafts.items():
+        numbers, colour = draft["by_depth"], colours[name]
+        draw_interval(axes, numbers["conditional_acceptance"], label=name, color=colour)
+        style = {"label": f"{name}, decoding", "linestyle": "--", "marker": ""}
+        draw_interval(axes, numbers["decoded_conditional_acceptance"], color=colour, **style)
+    axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
+
+
+def draw_drift(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
+    """Draws cosines by position, of drafts that predict features."""
+    for name, draft in drafts.items():
+        if "feature_cosine" in draft["by_depth"]:
+            number = draft["by_depth"]["feature_cosine"]
+            draw_interval(axes, number, label=name, color=colours[name])
+    axes.set(xlabel="draft position", ylabel="cosine with the target's feature")
+
+
+def draw_interval(axes: Any, number: dict[str, Any], **style: Any) -> None:
+    """Draws a number by position, with its interval where one is known."""
+    value, low, high = (np.array(number[key], float) for key in ("value", "low", "high"))
+    position = np.arange(1, len(value) + 1)
+    axes.plot(position, value, **({"marker": "o"} | style))
+    axes.fill_between(position, low, high, color=style["color"], alpha=0.12, linewidth=0)

@@ -16,8 +16,8 @@ from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 
+from .by_depth import format_report as format_drift
 from .by_depth import study
-from .by_depth_report import format_report as format_drift
 from .costs import FEW_TOKENS, describe_workload, saved_by_vocabulary
 from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn, write_answer_files
 from .measure import (
@@ -86,7 +86,7 @@ def bench(
     every = [dialogue for asked in dialogues.values() for dialogue in asked]
     for decoder in progress_bar([d for d in decoders if d.name not in described], desc="compile"):
         decoder.compile(every, batch_size=config.batch_size)
-    by_depth = {"drift": study(config.by_depth)} if config.drift else {}
+    by_depth = {"drift": study(config)} if config.drift else {}
     _answer_missing(config, keys, decoders, sets, dialogues, journal)
     prompt = first_prompts(next(iter(dialogues.values())))[0]
     report = {

@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from .by_depth_report import draw_drift, draw_gap, draw_interval
+from .by_depth import draw_drift, draw_gap, draw_interval
 from .phases import PARTS
 from .report import add_up, describe
 

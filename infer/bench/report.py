@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +226,6 @@ def show_report(
     finding: str | None = None,
     brief: str | None = None,
     write: Callable[[Path], None] | None = None,
-    plot: Callable[[Path], None] | None = None,
 ) -> None:
     """Prints a report as a table, or for people its brief form, and for programs a line of JSON.
 
@@ -240,18 +238,12 @@ def show_report(
       finding: what was found, in a sentence; None: the line always has all.
       brief: text for a terminal; None: the table.
       write: writes more files to the folder.
-      plot: draws pictures in the folder; called where matplotlib is installed.
     """
     print(table if brief is None or wants_json() else brief)
     if folder is not None:
         write_report(report, table, folder)
         if write is not None:
             write(folder)
-        if plot is not None and find_spec("matplotlib"):
-            import matplotlib
-
-            matplotlib.use("Agg")
-            plot(folder)
         print(f"report: {folder}")
     path = None if folder is None else str(folder / "report.json")
     closing = None if finding is None else {"found": cut(finding, 300), "report": path}

@@ -1,7 +1,6 @@
 """Settings of the programs that compare drafts, and of `benchmarks.aot`."""
 
-from dataclasses import fields
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -16,43 +15,13 @@ from poss_jax.config.models import (
     Quantisation,
     TreeConfig,
 )
-from poss_jax.config.numbers import AtLeastTwo, Count, Depth, Lookup, Seed, Temperature
+from poss_jax.config.numbers import AtLeastTwo, Count, Lookup, Seed, Temperature
 from poss_jax.config.training import SpecialistsConfig
 
 ProgramName = Literal["prefill", "step", "round", "rounds"]
 
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ComparisonConfig:
-    """Drafts to compare, and the prompts to compare them on.
-
-    Attributes:
-      drafts: Model folder of a draft, and its name in tables; EAGLE-2, HASS and PosS-1 name the
-        default target's.
-      prompts: JSONL file of prompts or questions; or `stdlib`, the modules of Python's standard
-        library that training on `stdlib` holds out; or `packages:NAME,NAME`, all modules of these
-        installed packages. null takes stdlib if no datasets are given.
-      datasets: More sets of questions: folders of data_dir that hold a question.jsonl, any value
-        of `prompts`, mt_bench, gsm8k, humaneval, alpaca or another id on the Hub.
-      data_dir: Folder of sets of questions.
-      num_prompts: Number of prompts to use per set; at most, for a file.
-      prompt_tokens: Length of a prompt cut from modules, in tokens.
-      output: Folder to write the report to; it must be new or empty.
-    """
-
-    drafts: dict[str, str] = Field(default_factory=dict)
-    prompts: str | None = None
-    datasets: tuple[str, ...] = ()
-    data_dir: str | None = None
-    num_prompts: Count = 16
-    prompt_tokens: Count = 64
-    output: str | None = None
-
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """Sources of questions: prompts first, then the data sets."""
-        prompts = self.prompts or ("" if self.datasets else "stdlib")
-        return (*([prompts] if prompts else []), *self.datasets)
+DRIFT_DEPTH = 8
+"""Drafted positions of the analysis by depth."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -85,11 +54,21 @@ class MethodConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class BenchConfig(ComparisonConfig, DecodingConfig):
+class BenchConfig(DecodingConfig):
     """One benchmark: every method against autoregressive decoding over the same prompts.
 
     Attributes:
       target: Model folder of the target; smollm2 is the one `make chat` fetches.
+      drafts: Model folder of a draft, and its name in tables; EAGLE-2, HASS and PosS-1 name the
+        default target's.
+      prompts: JSONL file of prompts or questions; or `stdlib`, the modules of Python's standard
+        library that training on `stdlib` holds out; or `packages:NAME,NAME`, all modules of these
+        installed packages. null takes stdlib if no datasets are given.
+      datasets: More sets of questions: folders of data_dir that hold a question.jsonl, any value
+        of `prompts`, mt_bench, gsm8k, humaneval, alpaca or another id on the Hub.
+      data_dir: Folder of sets of questions.
+      num_prompts: Number of prompts to use per set; at most, for a file.
+      prompt_tokens: Length of a prompt cut from modules, in tokens.
       methods: Further methods by name, such as a draft with another tree, or the target
         quantised. Every draft of `drafts` is a method, too.
       temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
@@ -100,13 +79,21 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
       repeats: Number of timed passes over all prompts; drafts take turns.
       phases: Also time the phases of a round and compare each with its floor; each is compiled
         by itself, which takes minutes with a large target (docs/bench.md).
-      drift: Also measure the drafts by depth, on the first set (docs/experiments.md).
+      drift: Also measure the drafts by depth, with chains on the first set, greedily
+        (docs/experiments.md).
       output: Folder to write the report to. It must be new or empty; an interrupted run with
         the same settings is resumed.
     """
 
     target: str = SMOLLM2
     max_new_tokens: Count = 128
+    drafts: dict[str, str] = Field(default_factory=dict)
+    prompts: str | None = None
+    datasets: tuple[str, ...] = ()
+    data_dir: str | None = None
+    num_prompts: Count = 16
+    prompt_tokens: Count = 64
+    output: str | None = None
     methods: dict[str, MethodConfig] = Field(default_factory=dict)
     temperatures: tuple[Temperature, ...] = ()
     seeds: tuple[Seed, ...] = ()
@@ -133,21 +120,29 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
             if len(set(values := getattr(self, name))) < len(values):
                 raise ValueError(f"{name}: want each once, got {list(values)}")
         if self.drift:
-            for name in ("quantise", "draft_vocabulary", "draft_window", "mesh", "methods"):
-                if getattr(self, name):
-                    raise ValueError(f"drift: is measured on models as they are; leave out {name}")
-            _ = self.by_depth  # checked before any work
+            self._check_drift()
+
+    def _check_drift(self) -> None:
+        for name in ("quantise", "draft_vocabulary", "draft_window", "mesh", "methods"):
+            if getattr(self, name):
+                raise ValueError(f"drift: is measured on models as they are; leave out {name}")
+        if not self.drafts:
+            raise ValueError("drift: want at least one draft; give --draft NAME=DIR")
+        if self.max_new_tokens <= DRIFT_DEPTH:
+            got = self.max_new_tokens
+            raise ValueError(f"drift: want max_new_tokens of more than {DRIFT_DEPTH}, got {got}")
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Sources of questions: prompts first, then the data sets."""
+        prompts = self.prompts or ("" if self.datasets else "stdlib")
+        return (*([prompts] if prompts else []), *self.datasets)
 
     @property
     def all_methods(self) -> dict[str, MethodConfig]:
         """All methods by name, drafts first."""
         plain = {name: MethodConfig(draft=folder) for name, folder in self.drafts.items()}
         return plain | self.methods
-
-    @property
-    def by_depth(self) -> "DriftConfig":
-        """The analysis by depth of the same drafts, on the first set."""
-        return DriftConfig(**_shared(self) | {"prompts": self.sets[0], "datasets": ()})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -165,52 +160,6 @@ class TuneConfig(BenchConfig):
     max_new_tokens: Count = 64
     num_prompts: Count = 4
     repeats: Count = 2
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class DriftConfig(ComparisonConfig):
-    """One analysis of drafts by depth, along the target's own greedy answers.
-
-    Attributes:
-      target: Model folder of the target.
-      max_new_tokens: Most new tokens of an answer; more than depth.
-      depth: Number of drafted positions to measure.
-      spans: Number of specialists to propose positions_per_specialist for (docs/experiments.md).
-      allow_target_mismatch: Use a draft made for other weights of the same shape.
-    """
-
-    target: str
-    max_new_tokens: Count = 128
-    depth: Depth = 8
-    spans: Count | None = None
-    allow_target_mismatch: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.drafts:
-            raise ValueError("want at least one draft; give --draft NAME=DIR")
-        if self.max_new_tokens <= self.depth:
-            raise ValueError(
-                f"max_new_tokens: want more than depth, {self.depth}, got {self.max_new_tokens}; "
-                "raise it or lower depth"
-            )
-        if (self.spans or 0) > self.depth:
-            raise ValueError(
-                f"spans: want at most one per position, {self.depth}, got {self.spans}; lower it "
-                "or raise depth"
-            )
-
-    @property
-    def chains(self) -> BenchConfig:
-        """The same models and prompts, decoding with chains."""
-        chain = TreeConfig(depth=self.depth, top_k=1, total_tokens=self.depth + 1)
-        return BenchConfig(**_shared(self), tree=chain)
-
-
-def _shared(config: BenchConfig | DriftConfig) -> dict[str, Any]:
-    """Settings that a benchmark and an analysis by depth share, without the output."""
-    kinds = (BenchConfig, DriftConfig)
-    names = set.intersection(*({field.name for field in fields(kind)} for kind in kinds))
-    return {name: getattr(config, name) for name in names - {"output"}}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
