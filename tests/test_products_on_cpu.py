@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import make_engine, random_target, tiny_llama
 
 from poss_jax import UserError
 from poss_jax.config.processor import SETTING, int8_products
 from poss_jax.model.linear import linear, multiply_integers, split_limbs
-from poss_jax.model.quantise import Quantised, quantise
+from poss_jax.model.quantise import Quantised, quantise, quantise_target, sum_values
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,10 @@ def draw(num_rows: int, width: int = 96, num_outputs: int = 40) -> tuple[jax.Arr
     rows[:, 3] *= 300
     weight = quantise(jnp.asarray(rng.normal(size=(num_outputs, width)), jnp.float32), "int8")
     return jnp.asarray(rows), weight
+
+
+def with_sums(weight: Quantised) -> Quantised:
+    return sum_values({"weight": weight})["weight"]
 
 
 def exact(rows: Any, weight: Quantised) -> np.ndarray:
@@ -71,10 +76,12 @@ def test_three_limbs_err_as_float32_does():
     assert got <= 4 * np.abs(rows @ plain - exact(rows, weight)).max()
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others():
+@pytest.mark.parametrize("has_sums", [True, False])
+def test_a_row_has_the_same_bits_alone_and_among_others(has_sums):
     """In trees, batches and prompts of any size; a row alone and two, three, ... 128 of them."""
     rows, weight = draw(128)
     product = jax.jit(linear)
+    weight = with_sums(weight) if has_sums else weight
     together = np.asarray(product(rows, weight))
     for count in (1, 2, 3, 5, 8, 9, 17, 33, 64):
         np.testing.assert_array_equal(product(rows[:count], weight), together[:count])
@@ -85,10 +92,11 @@ _CHILD = """
 import hashlib, sys
 sys.path.insert(0, "tests")
 import jax, numpy as np
-from test_products_on_cpu import draw
-from poss_jax.config.processor import SETTING, int8_products
+from test_products_on_cpu import draw, with_sums
 from poss_jax.model.linear import linear
-print(hashlib.sha256(np.asarray(jax.jit(linear)(*draw(7))).tobytes()).hexdigest())
+rows, weight = draw(7)
+product = jax.jit(linear)(rows, with_sums(weight))
+print(hashlib.sha256(np.asarray(product).tobytes()).hexdigest())
 """
 
 
@@ -101,32 +109,41 @@ def test_other_instruction_sets_give_the_same_bits():
     assert digest("") == digest("--xla_cpu_max_isa=SSE4_2") != ""
 
 
-def test_signed_and_unsigned_products_give_the_same_bits(monkeypatch):
-    """On processors with and without VNNI; a row alone, too, and the lowest value of int8."""
+def test_sums_do_not_change_bits():
+    """With them limbs are uint8; a row alone, too, and the lowest value of int8."""
     rows, weight = draw(7)
     weight = weight.replace(values=weight.values.at[3, 5].set(-128))
     for count in (1, 7):
-        products = []
-        for has_unsigned in (True, False):
-            monkeypatch.setattr(
-                "poss_jax.model.linear.has_unsigned_products", lambda has=has_unsigned: has
-            )
-            products.append(np.asarray(linear(rows[:count], weight)))
-        np.testing.assert_array_equal(*products)
+        signed, unsigned = linear(rows[:count], weight), linear(rows[:count], with_sums(weight))
+        np.testing.assert_array_equal(signed, unsigned)
 
 
-def test_operands_of_two_types_are_not_converted(monkeypatch):
+def test_operands_of_two_types_are_not_converted():
     """As int32 their product would take ten times as long."""
-    monkeypatch.setattr("poss_jax.model.linear.has_unsigned_products", lambda: True)
-    lowered = jax.jit(linear).lower(*draw(2)).as_text()
-    assert "(tensor<7x96xui8>, tensor<40x96xi8>) -> tensor<7x40xi32>" in lowered
+    rows, weight = draw(2)
+    lowered = jax.jit(linear).lower(rows, with_sums(weight)).as_text()
+    assert "(tensor<6x96xui8>, tensor<40x96xi8>) -> tensor<6x40xi32>" in lowered
+
+
+@pytest.mark.parametrize("has_unsigned", [True, False])
+def test_engine_sums_values_for_processors_that_want_it(monkeypatch, has_unsigned):
+    monkeypatch.setattr("poss_jax.engine.device.has_unsigned_products", lambda: has_unsigned)
+    config = tiny_llama()
+    params = quantise_target(random_target(config), "int8")
+    engine = make_engine(config, params)
+    leaves = jax.tree.leaves(engine.weights.target, is_leaf=lambda x: isinstance(x, Quantised))
+    weights = [leaf for leaf in leaves if isinstance(leaf, Quantised)]
+    assert len(weights) == 4 * config.num_layers + 1
+    for weight in weights:
+        want = np.asarray(weight.values, np.int32).sum(-1) if has_unsigned else None
+        np.testing.assert_array_equal(weight.sums, want)
 
 
 def test_weight_says_how_many_limbs():
     rows, weight = draw(5)
     one = linear(rows, weight.replace(num_limbs=1))
     factors = jnp.asarray(weight.scale)[None]
-    want = multiply_integers(rows, weight.values, num_limbs=1) * factors
+    want = multiply_integers(rows, weight.replace(num_limbs=1)) * factors
     np.testing.assert_array_equal(one, want)
     assert np.abs(one - linear(rows, weight)).max() > 0.1
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.models import LlamaConfig, Quantisation
+from poss_jax.config.processor import has_unsigned_products, int8_products
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.model.parameters import flatten_item, item_shapes, place_weights
@@ -37,6 +38,12 @@ def default_dtype() -> Any:
 def prefill_chunks() -> tuple[int, int]:
     """Returns the two sizes of a prompt's forwards on this kind of device."""
     return CPU_CHUNKS if jax.default_backend() == "cpu" else ACCELERATOR_CHUNKS
+
+
+def wants_sums() -> bool:
+    """True if int8 weights want their sums: on CPUs that multiply uint8 by int8."""
+    on_cpu = jax.default_backend() == "cpu"
+    return on_cpu and int8_products() == "integer" and has_unsigned_products()
 
 
 def with_rows(config: StaticShape, length: int, *, max_length: int) -> StaticShape:

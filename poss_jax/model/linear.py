@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from poss_jax.config.processor import has_unsigned_products, int8_products
+from poss_jax.config.processor import int8_products
 from poss_jax.model.quantise import Quantised
-from poss_jax.shapes import Array, Float, Int, UInt
+from poss_jax.shapes import Array, Float, UInt
 
 # For a few rows XLA on CPU runs `x @ w.T` 1.1 to 1.7 times slower than `(w @ x.T).T`.
 _FEW_ROWS = 64
@@ -75,7 +75,7 @@ def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> A
     on_cpu, converted = (
         partial(spelling, dtype=dtype) for spelling in (_spelling_on_cpu(rows, weight), _converted)
     )
-    out = lax.platform_dependent(rows, weight.values, cpu=on_cpu, default=converted)
+    out = lax.platform_dependent(rows, weight, cpu=on_cpu, default=converted)
     out = (out.astype(jnp.float32) * weight.scale[None]).astype(dtype)
     out = out if bias is None else out + bias[None]
     return out.reshape(*x.shape[:-1], *weight.shape[:-1])
@@ -84,19 +84,21 @@ def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> A
 def _spelling_on_cpu(rows: Array, weight: Quantised) -> Callable[..., Array]:
     kind = int8_products() if weight.values.dtype == jnp.int8 else None
     if kind == "integer":
-        return partial(_flat, partial(multiply_integers, num_limbs=weight.num_limbs))
+        return partial(_flat, multiply_integers)
     if kind == "float" and rows.dtype == jnp.float32 and len(rows) <= _MAX_SUMMED_ROWS:
         return partial(_flat, _sum_products)
     return _converted if weight.values.size <= _BLOCK_SIZE else partial(_flat, _convert_blocks)
 
 
-def _converted(rows: Array, values: Array, *, dtype: Any) -> Array:
-    return linear(rows, values.astype(rows.dtype), dtype=dtype)
+def _converted(rows: Array, weight: Quantised, *, dtype: Any) -> Array:
+    return linear(rows, weight.values.astype(rows.dtype), dtype=dtype)
 
 
-def _flat(multiply: Callable[..., Array], rows: Array, values: Array, *, dtype: Any) -> Array:
-    out = multiply(rows, values.reshape(-1, values.shape[-1]))
-    return out.astype(dtype).reshape(-1, *values.shape[:-1])
+def _flat(multiply: Callable[..., Array], rows: Array, weight: Quantised, *, dtype: Any) -> Array:
+    *out_dims, in_dim = weight.values.shape
+    sums = None if weight.sums is None else weight.sums.reshape(-1)
+    flat = weight.replace(values=weight.values.reshape(-1, in_dim), sums=sums)
+    return multiply(rows, flat).astype(dtype).reshape(-1, *out_dims)
 
 
 def _plain(rows: Array, weight: Array, *, dtype: Any = None) -> Array:
@@ -143,23 +145,26 @@ def _few_rows_on_cpu(rows: Array, weight: Array, *, dtype: Any = None) -> Array:
 # and among other rows, in any tree, batch or prefill chunk, for any number of threads and on any
 # processor. Three limbs are as exact as float32 (2**-24 of a row's largest element). Drafts have
 # two: their numbers decide what is proposed, not what is kept. `config.processor` says where float
-# products take their place, and where limbs become uint8.
+# products take their place, and which processors want uint8 limbs.
 
 
 def multiply_integers(
-    rows: Float[Array, "rows in_dim"], values: Int[Array, "out in_dim"], *, num_limbs: int
+    rows: Float[Array, "rows in_dim"], weight: Quantised
 ) -> Float[Array, "rows out"]:
-    """Multiplies float32 rows by int8 values, with int32 sums.
+    """Multiplies float32 rows by the int8 values of a weight [out, in], with int32 sums.
 
     Args:
-      rows: converted to float32; the error is from rounding each to `num_limbs` limbs.
-      values: int8.
-      num_limbs: int8 numbers per element of a row. Static.
+      rows: converted to float32; the error is from rounding each to `weight.num_limbs` limbs.
+      weight: its scale is not applied. If it has sums, the limbs are multiplied as uint8.
     """
+    num_limbs = weight.num_limbs
     scale, limbs = split_limbs(rows.astype(jnp.float32), num_limbs)
     stacked = limbs.reshape(-1, limbs.shape[-1])
-    multiply = _multiply_unsigned if has_unsigned_products() else _multiply_signed
-    sums = multiply(stacked, values).reshape(num_limbs, len(rows), -1).astype(jnp.float32)
+    if weight.sums is None:
+        sums = _multiply_signed(stacked, weight.values)
+    else:
+        sums = _sum_integers(stacked, weight.values) - 128 * weight.sums[None]
+    sums = sums.reshape(num_limbs, len(rows), -1).astype(jnp.float32)
     total = sums[num_limbs - 1]
     for index in reversed(range(num_limbs - 1)):
         total = sums[index] + total / 256
@@ -191,13 +196,6 @@ def _multiply_signed(limbs: Array, values: Array) -> Array:
     return _sum_integers(padded, values)[:1]
 
 
-def _multiply_unsigned(limbs: Array, values: Array) -> Array:
-    # The last row, zeros, sums what the 128 of every limb adds.
-    padded = jnp.pad(limbs, ((0, 1), (0, 0)), constant_values=128)
-    sums = _sum_integers(padded, values)
-    return sums[:-1] - sums[-1:]
-
-
 def _sum_integers(rows: Array, values: Array) -> Array:
     # With this precision JAX does not convert operands of two types.
     return lax.dot_general(
@@ -209,13 +207,11 @@ def _sum_integers(rows: Array, values: Array) -> Array:
     )
 
 
-def _sum_products(
-    rows: Float[Array, "rows in_dim"], values: Int[Array, "out in_dim"]
-) -> Float[Array, "rows out"]:
+def _sum_products(rows: Float[Array, "rows in_dim"], weight: Quantised) -> Array:
     """Multiplies up to `_MAX_SUMMED_ROWS` rows by int8 values in float32."""
     limit = _SUMMED_ROWS[-1]
     chunks = (rows[first : first + limit] for first in range(0, len(rows), limit))
-    return jnp.concatenate([_sum_chunk(chunk, values) for chunk in chunks])
+    return jnp.concatenate([_sum_chunk(chunk, weight.values) for chunk in chunks])
 
 
 def _sum_chunk(rows: Array, values: Array) -> Array:
@@ -230,7 +226,7 @@ def _sum_chunk(rows: Array, values: Array) -> Array:
     return lax.optimization_barrier(sums).T[: len(rows)]
 
 
-def _convert_blocks(rows: Float[Array, "rows in_dim"], values: Array) -> Float[Array, "rows out"]:
+def _convert_blocks(rows: Float[Array, "rows in_dim"], weight: Quantised) -> Array:
     """Multiplies rows by values of 8 bits, converted a block at a time, which stays in the cache.
 
     XLA on CPU would write all converted values to memory.
@@ -239,4 +235,5 @@ def _convert_blocks(rows: Float[Array, "rows in_dim"], values: Array) -> Float[A
     def multiply(outputs: Array) -> Array:
         return jnp.matmul(rows, outputs.astype(rows.dtype), preferred_element_type=jnp.float32)
 
-    return lax.map(multiply, values, batch_size=max(1, _BLOCK_SIZE // values.shape[-1])).T
+    values, size = weight.values, max(1, _BLOCK_SIZE // weight.shape[-1])
+    return lax.map(multiply, values, batch_size=size).T

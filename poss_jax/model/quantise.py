@@ -30,11 +30,13 @@ class Quantised(struct.PyTreeNode):
     Attributes:
       values: int8, or float8_e4m3fn; all of them are exact in bfloat16.
       scale: factor of every output.
+      sums: sum of each output's values; None unless `sum_values` added it.
       num_limbs: int8 numbers that a CPU writes an element of a row in (`linear`).
     """
 
     values: Any  # [out in]; an array, or a stand-in such as its sharding
     scale: Any  # [out] float32
+    sums: Any = None  # [out] int32
     num_limbs: int = struct.field(pytree_node=False, default=3)
 
     @property
@@ -63,9 +65,9 @@ def is_quantisable(path: str) -> bool:
 
 
 def weight_path(path: str) -> str:
-    """Returns the weight's path for a path of its values or scale; other paths unchanged."""
+    """Returns the weight's path for a path of its values, scale or sums; other paths unchanged."""
     weight, _, leaf = path.rpartition("/")
-    is_part = weight.endswith("/weight") and leaf in ("values", "scale")
+    is_part = weight.endswith("/weight") and leaf in ("values", "scale", "sums")
     return weight if is_part else path
 
 
@@ -90,6 +92,18 @@ def round_rows(params: Params) -> Params:
 
     def visit(leaf: Any) -> Any:
         return leaf.replace(num_limbs=2) if isinstance(leaf, Quantised) else leaf
+
+    return jax.tree.map(visit, params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+
+
+def sum_values(params: Params) -> Params:
+    """Adds the sums of int8 values, so that `linear` on a CPU multiplies uint8 by int8."""
+
+    def visit(leaf: Any) -> Any:
+        is_missing = isinstance(leaf, Quantised) and leaf.sums is None
+        if not is_missing or leaf.values.dtype != jnp.int8:
+            return leaf
+        return leaf.replace(sums=leaf.values.sum(axis=-1, dtype=jnp.int32))
 
     return jax.tree.map(visit, params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
 
