@@ -2,7 +2,8 @@
 
 All answer the same questions greedily, interleaved, with a thread for each core at hand:
 
-    autoregressive, PosS-1   this engine: the default model (int8) alone and with its bundled draft
+    autoregressive, PosS-1   this engine: the default model (int8) alone and with its bundled draft,
+                             which is also timed with lookup, as `poss generate` has it
     llama.cpp                the GGUF file itself (Q4_1), through xllamacpp; also with n-gram drafts
     OpenVINO                 the same file, through openvino-genai; also with prompt lookup
     transformers             a greedy loop over the same weights in float32, with its cache
@@ -37,6 +38,7 @@ from poss_jax.bundled.default import default_drafts, default_target, find_gguf
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.trees import default_lookup
 from poss_jax.program.output import format_rows
 from poss_jax.program.running import run_program
 
@@ -83,10 +85,12 @@ def list_peers(alone: Engine, gguf: Path, servers: Mapping[str, str]) -> dict[st
       gguf: the file that it was converted from.
       servers: addresses of further programs, by name.
     """
-    draft = default_drafts()[DRAFT]
+    drafted = alone.load_draft(default_drafts()[DRAFT])
+    copying = drafted.with_tree(drafted.trees, lookup=default_lookup(drafted.drafting))
     peers = {
         "autoregressive": Peer("int8", lambda: our_engine(alone)),
-        DRAFT: Peer("int8", lambda: our_engine(alone.load_draft(draft))),
+        DRAFT: Peer("int8", lambda: our_engine(drafted)),
+        f"{DRAFT}, lookup": Peer("int8", lambda: our_engine(copying)),
         BASELINE: Peer("Q4_1", partial(llama_cpp, gguf)),
         "llama.cpp, n-gram": Peer("Q4_1", partial(llama_cpp, gguf, has_ngrams=True)),
         "OpenVINO": Peer("Q4_1", partial(openvino, gguf, alone)),
