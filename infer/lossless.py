@@ -17,7 +17,7 @@ from poss_jax.config.bench import LosslessConfig
 from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
-from .bench.settings import need_equal_texts, read_settings
+from .bench.settings import read_settings
 
 _ACTIONS = {
     "--thorough": {
@@ -30,9 +30,8 @@ _ACTIONS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, compares, prints; exit code 1 if there are failures."""
     config, args = read_settings(
-        arguments, prog="infer.lossless", doc=__doc__, kind=LosslessConfig, actions=_ACTIONS
+        LosslessConfig, arguments, prog="infer.lossless", doc=__doc__, actions=_ACTIONS
     )
-    need_equal_texts(config)
     with waiting("importing JAX ..."):
         from .lossless_run import check
     check(config, is_thorough=args.thorough)

@@ -10,15 +10,12 @@ import pytest
 from made_up import CELL, TREE, N, Page, made_up_report, value, write_prompts
 from programs import Runs, copy_model, generate, refusal, write_config, write_lines
 
-from infer.bench import compare, rates
+from infer.bench import compare
 from infer.bench import compare as program
 from infer.bench.__main__ import main
-from infer.bench.costs import Device
 from infer.bench.journal import Answer, Key, make_turn
 from infer.bench.measure import Timed, load_decoders, play
-from infer.bench.rates import Roofline
-from infer.bench.report import format_card, format_report
-from infer.bench.settings import need_equal_texts
+from infer.bench.report import format_report
 from infer.bench.summary import show_example
 from infer.lossless import main as lossless
 from infer.tune.__main__ import main as tune
@@ -95,19 +92,6 @@ def test_the_example_is_what_a_stream_shows(runs: Runs) -> None:
     assert show_example(engine, prompt, {"PosS-2": answer})["answers"] == {"PosS-2": streamed}
     assert show_example(engine, None, {"PosS-2": replace(answer, turns=[])}) == {}
     assert any(depth > 1 for _, depth in streamed)
-
-
-def test_roofline_is_measured_anew_and_shown(flags, capsys, monkeypatch) -> None:
-    roofline = Roofline(Device("abacus", 1e3, 1e3, 1e3), {"square": 1e3})
-    monkeypatch.setattr(rates, "measure_roofline", lambda: roofline)
-    main([*flags, *TREE, "--roofline"])
-    table, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
-    report = json.loads(last)
-    assert table == format_card(report)
-    assert table.startswith("abacus: 0.0 GB/s, 0 GFLOP/s")
-    assert list(report["methods"]) == ["autoregressive", "PosS-2"]
-    verify = report["methods"]["PosS-2"]["costs"]["verify"]
-    assert verify["floor_milliseconds"] == max(verify["bytes"], verify["flops"])
 
 
 @pytest.mark.slow
@@ -257,7 +241,7 @@ def test_methods_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(UserError, match=r"methods\.a: drafting: is a draft's; give draft, too"):
         build_config(BenchConfig, {"methods": {"a": {"drafting": "argmax"}}}, origin="x")
     with pytest.raises(UserError, match="want drafts alone, got methods"):
-        need_equal_texts(BenchConfig(target="t", drafts={"d": "d"}, methods=method))
+        lossless(["--target=t", "--draft=d=d", "methods.a.quantise=int8"])
 
 
 def test_a_conversation_that_grows_too_long_ends_early(runs, caplog) -> None:

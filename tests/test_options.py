@@ -50,7 +50,7 @@ def tree(arguments: list[str]) -> TreeConfig | None:
 def test_options_have_different_names(kind):
     flags = [option.flag for option in list_options(kind)]
     assert len(set(flags)) == len(flags)
-    assert not {"--config", "--overwrite", "--dry-run", "--roofline"} & set(flags)
+    assert not {"--config", "--overwrite", "--dry-run"} & set(flags)
 
 
 def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path):

@@ -1,6 +1,6 @@
 """Compares drafts over the same questions.
 
-settings.py    settings of tune, lossless and roofline
+settings.py    settings of tune and lossless
 by_depth.py    drafts by depth (--drift)
 questions.py   data sets -> questions -> prompts
 measure.py     decoding methods, and their times

@@ -44,11 +44,12 @@ def find_roofline() -> Roofline:
     with suppress(TypeError, KeyError):  # none, or of another version
         kept = read_kept()[device_name()]
         return Roofline(Device(**kept["device"]), kept["flops_by_rows"])
-    return measure_roofline()
+    keep(roofline := measure_roofline())
+    return roofline
 
 
 def measure_roofline() -> Roofline:
-    """Measures this device, and keeps the rates in the compilation cache's folder."""
+    """Measures this device."""
     wide, square = _WIDTHS.get(jax.default_backend(), _OTHER_WIDTHS)
     weight = jnp.ones((wide, wide), default_dtype())
     read = [weight.nbytes / _best_seconds(jax.jit(jnp.sum), weight)]
@@ -66,9 +67,7 @@ def measure_roofline() -> Roofline:
         flops_per_second=max(rates.values()),
         memory_bytes=device_memory() or 0,
     )
-    roofline = Roofline(device, rates)
-    keep(roofline)
-    return roofline
+    return Roofline(device, rates)
 
 
 @jax.jit

@@ -156,11 +156,11 @@ def _phase_table(report: dict[str, Any]) -> list[str]:
         f"{steps['plain']:.2f} ms: ratio {steps['loop_to_plain']:.2f}; floor {steps['floor']:.2f} "
         f"ms: {steps['floor_to_loop']:.0%} of the loop",
         "",
-        format_card(report),
+        *_format_card(report),
     ]
 
 
-def format_card(report: dict[str, Any], lay_out: Callable[..., list[str]] = format_rows) -> str:
+def _format_card(report: dict[str, Any]) -> list[str]:
     """Bytes, FLOPs, floors and measured times of all phases, as a table."""
     device, table = report["roofline"]["device"], []
     for method, entry in report["methods"].items():
@@ -170,14 +170,12 @@ def format_card(report: dict[str, Any], lay_out: Callable[..., list[str]] = form
             cells += [f"{cost['floor_milliseconds']:.3f}", f"{max(taken, 0.0):.3f}"]
             table.append([*cells, "" if share is None else f"{share:.0%}"])
     head = ["method", "phase", "MB", "GFLOP", "floor ms", "ms", "floor / ms"]
-    return "\n".join(
-        [
-            f"{device['name']}: {device['bytes_per_second'] / 1e9:.1f} GB/s, "
-            f"{device['flops_per_second'] / 1e9:.0f} GFLOP/s",
-            "",
-            *lay_out(head, table),
-        ]
-    )
+    return [
+        f"{device['name']}: {device['bytes_per_second'] / 1e9:.1f} GB/s, "
+        f"{device['flops_per_second'] / 1e9:.0f} GFLOP/s",
+        "",
+        *format_rows(head, table),
+    ]
 
 
 def with_provenance(report: dict[str, Any], config: Any) -> dict[str, Any]:

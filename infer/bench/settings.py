@@ -1,10 +1,9 @@
-"""Settings of the programs that examine the models of a benchmark: tune, lossless, roofline."""
+"""Settings of the programs that examine the drafts of a benchmark: tune, lossless."""
 
 import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.reading import UserError
@@ -15,14 +14,18 @@ _LOG = logging.getLogger(__name__)
 
 
 def read_settings(
+    kind: type[BenchConfig],
     arguments: Sequence[str] | None,
     *,
     prog: str,
     doc: str | None,
-    kind: type[BenchConfig] = BenchConfig,
-    actions: Actions = MappingProxyType({}),
+    actions: Actions,
 ) -> tuple[BenchConfig, argparse.Namespace]:
-    """Reads a command line, with the first of several temperatures and seeds."""
+    """Reads a command line, with the first of several temperatures and seeds.
+
+    Raises:
+      UserError: what `read_arguments` refuses, no drafts, or methods, which may change texts.
+    """
     config, args = read_arguments(kind, arguments, prog=prog, doc=doc, actions=actions)
     if args.output is not None:
         _LOG.warning("%s prints its report; nothing is written to --output", prog)
@@ -33,11 +36,7 @@ def read_settings(
     )
     with waiting("importing JAX ..."):
         from .measure import with_default_models
-    return with_default_models(replace(config, sampling=sampling)), args
-
-
-def need_equal_texts(config: BenchConfig) -> None:
-    """Refuses settings without drafts, or with methods, which may change texts."""
+    config = with_default_models(replace(config, sampling=sampling))
     if not config.drafts:
         raise UserError("want at least one draft; give --draft NAME=DIR")
     if config.drafting == "sampled":
@@ -47,3 +46,4 @@ def need_equal_texts(config: BenchConfig) -> None:
         )
     if config.methods:
         raise UserError("want drafts alone, got methods, which may change texts; leave them out")
+    return config, args

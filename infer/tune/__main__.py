@@ -18,7 +18,7 @@ from poss_jax.program.arguments import at_least
 from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
-from ..bench.settings import need_equal_texts, read_settings
+from ..bench.settings import read_settings
 
 
 def _batch_sizes(text: str) -> list[int]:
@@ -53,9 +53,8 @@ _ACTIONS: dict[str, dict[str, Any]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
     config, args = read_settings(
-        arguments, prog="infer.tune", doc=__doc__, kind=TuneConfig, actions=_ACTIONS
+        TuneConfig, arguments, prog="infer.tune", doc=__doc__, actions=_ACTIONS
     )
-    need_equal_texts(config)
     if len(config.temperatures) > 1:
         raise UserError(
             f"want one temperature, got {list(config.temperatures)}; give temperatures=[1], or the "
