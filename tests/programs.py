@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import yaml
 from filelock import FileLock
 
 from infer.generate import main as generate_main
-from poss_jax.checkpoint.folder import load_draft, load_target
-from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.folder import load_draft, load_target, write_model
+from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.config.reading import UserError
+from poss_jax.model.parameters import split_items
+from poss_jax.model.specialists import extend_specialists
 from train.answers import AnswerFiles
 from train.main import main as train_main
 
@@ -137,6 +139,16 @@ def copy_model(source: str, folder: Path, **changes: Any) -> str:
     for key, value in changes.items():
         record[key] = record[key] | value if isinstance(value, dict) else value
     (folder / "model.json").write_text(json.dumps(record))
+    return str(folder)
+
+
+def add_specialists(draft: str, target: str, folder: Path, spans: tuple[int, ...]) -> str:
+    """Writes a copy of a draft whose last specialist stands for the missing ones, too."""
+    record, params = load_draft(draft, target=read_record(target))
+    config = replace(record.draft, positions_per_specialist=spans, trained_depth=sum(spans))
+    new = new_record(config, record.target, tokenizer_from=Path(draft))
+    items = split_items(config, extend_specialists(params, len(spans)))
+    write_model(folder, new, items, tokenizer_from=Path(draft))
     return str(folder)
 
 

@@ -18,7 +18,7 @@ from convert_sources import run
 from gguf_files import draw_tensors, write_gguf
 from golden import ROOT_E3
 from made_up import made_up_report
-from programs import Runs, write_lines
+from programs import Runs, add_specialists, write_lines
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.convert.reading import PUBLISHED
@@ -52,7 +52,6 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m benchmarks.lookup ": "needs the default model; tests/test_lookup.py has the rest",
     "python -m infer.serve": "serves until it is told to end; tests/test_serving.py asks it",
     "python -m infer.lossless": "runs for minutes; tests/test_lossless.py runs it",
-    "python -m infer.bench --roofline ": "runs for minutes; tests/test_bench.py runs it",
     "python -m infer.tune ": "compiles many trees; tests/test_autotune.py tunes",
     "python -m benchmarks.aot ": "needs libtpu or jax[cuda13]; tests/test_aot.py compiles",
     "python -m train.regenerate --server ": "tests/test_regenerate_server.py has a server",
@@ -92,12 +91,10 @@ def published(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = runs.model("target")
     run("export", model=target, output=folder / "target")
     for hub_id, draft in PUBLISHED.items():
-        count = len(draft.positions_per_specialist)
+        spans = draft.positions_per_specialist
+        count = len(spans)
         if not (folder / f"drafts/{count}").exists():
-            spans = ",".join(map(str, draft.positions_per_specialist))
-            start = {"draft": runs.model("eagle"), "positions_per_specialist": spans}
-            run("init-specialists", **start, output=folder / f"models/{count}")
-            model = folder / f"models/{count}"
+            model = add_specialists(runs.model("eagle"), target, folder / f"models/{count}", spans)
             run("export", model=model, target=target, output=folder / f"drafts/{count}")
         link(folder / hub_id, folder / f"drafts/{count}")
         link(folder / draft.target, folder / "target")

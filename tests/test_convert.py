@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import huggingface_hub
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -303,52 +302,3 @@ def test_hub_ids(tmp_path, tiny, monkeypatch):
 def test_missing_source(tmp_path, source):
     with pytest.raises(UserError, match="does not exist; give a folder, a GGUF file or a Hub id"):
         run("target", source=source, output=tmp_path / "out")
-
-
-# --------------------------------------------------------------------------------------------------
-# A PosS start
-
-
-def test_init_specialists_copies_the_last_one(tmp_path, tiny):
-    target = read_record(tiny / "target")
-    source = write_source(tmp_path / "source", draft_tensors(2, **{"fc.bias": (8,)}))
-    draft = tmp_path / "draft"
-    run(
-        "draft", source=source, target=tiny / "target", output=draft, positions_per_specialist="1,2"
-    )
-    run("init-specialists", draft=draft, output=tmp_path / "out", positions_per_specialist="1,3,4")
-    old_record, old = load_draft(draft, target=target)
-    new_record, new = load_draft(tmp_path / "out", target=target)
-    assert new_record.config.positions_per_specialist == (1, 3, 4)
-    assert new_record.config.trained_depth == old_record.config.trained_depth == 3
-    assert new_record.target == old_record.target
-    assert len(new["specialists"]) == 3
-    want = {"fc": old["fc"], "specialists": [*old["specialists"], old["specialists"][1]]}
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), new, want))
-
-
-def test_init_specialists_of_an_eagle_draft(tmp_path, tiny, capsys):
-    source = write_source(tmp_path / "source", draft_tensors())
-    run("draft", source=source, target=tiny / "target", output=tmp_path / "eagle")
-    capsys.readouterr()
-    flags = {"positions_per_specialist": "3,3", "trained_depth": 6}
-    run("init-specialists", draft=tmp_path / "eagle", output=tmp_path / "out", **flags)
-    record = read_record(tmp_path / "out")
-    assert (record.method, record.config.trained_depth) == ("poss3", 6)
-    lines = capsys.readouterr().out.splitlines()
-    assert any(
-        line.split()[:3] == ["specialists/0/mlp/up/weight", "->", "specialists/1/mlp/up/weight"]
-        for line in lines
-    )
-
-
-def test_init_specialists_refusals(tmp_path, tiny):
-    source = write_source(tmp_path / "source", draft_tensors(2))
-    draft, flags = tmp_path / "draft", {"positions_per_specialist": "1,1"}
-    run("draft", source=source, target=tiny / "target", output=draft, **flags)
-    with pytest.raises(UserError, match="has 2 specialists, got 1"):
-        run("init-specialists", draft=draft, output=tmp_path / "o", positions_per_specialist="6")
-    with pytest.raises(UserError, match="init-specialists: trained_depth"):
-        run("init-specialists", draft=draft, output=tmp_path / "o", trained_depth=5000, **flags)
-    with pytest.raises(UserError, match="want a draft, got a target"):
-        run("init-specialists", draft=tiny / "target", output=tmp_path / "o", **flags)

@@ -343,8 +343,8 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, tiny, monkeypatch, erro
         "frobnicate",
         "target --source x",
         "target --source x --output y --dtype int8",
-        "init-specialists --draft x --output y",
-        "init-specialists --draft x --output y --positions-per-specialist 3,0",
+        "draft --source x --output y",
+        "draft --source x --target t --output y --positions-per-specialist 3,0",
         "draft --source x --target t --output y --trained-depth -1",
     ],
 )

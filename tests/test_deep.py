@@ -161,16 +161,9 @@ def test_a_crashed_run_ends_like_an_uninterrupted_one(runs, trained, tmp_path, m
         np.testing.assert_array_equal(got, want)
 
 
-def test_more_specialists_after_a_deep_one(runs, trained, tmp_path, capsys) -> None:
+def test_inspection_tells_of_the_layers(trained, capsys) -> None:
     convert(["inspect", str(trained / "model")])
     assert "draft of 2 specialists, the first of 3 layers," in capsys.readouterr().out
-    arguments = ["--positions-per-specialist", "1,2,1", "--output", str(tmp_path / "more")]
-    convert(["init-specialists", "--draft", str(trained / "model"), *arguments])
-    record, draft = load_draft(tmp_path / "more", target=read_record(runs.model("target")))
-    assert record.draft.num_further == len(draft["further"]) == 2
-    _, before = load_draft(trained / "model", target=read_record(runs.model("target")))
-    for got, want in zip(draft["further"], before["further"], strict=True):
-        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from test_golden import check_rounds
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.convert.plan import plan_draft, plan_specialists
+from poss_jax.convert.plan import plan_draft
 from poss_jax.decode import drafting
 from poss_jax.model.families import FAMILIES
 from poss_jax.model.families.eagle3 import EAGLE3
@@ -188,13 +188,6 @@ def test_layouts(old: str, new: str, target: Path, tmp_path: Path) -> None:
     assert list(ours) == list(theirs)
     for name, array in theirs.items():
         np.testing.assert_array_equal(ours[name], array)
-
-
-def test_more_specialists_read_the_same_stream(tmp_path: Path) -> None:
-    golden = load_golden(tmp_path, METHODS_E3[-1])
-    record = plan_specialists(golden.draft_folder, (3, 3, 1, 1)).record
-    assert (record.kv, record.draft.num_streams(8)) == ("shared", 1)
-    assert record.draft_vocabulary == golden.draft_record.draft_vocabulary
 
 
 def test_config_and_vocabulary(target: Path, tmp_path: Path) -> None:

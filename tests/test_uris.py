@@ -134,12 +134,13 @@ def test_model_is_verified(uploaded, capsys):
     assert summary(capsys)
 
 
-def test_model_is_written(runs, uploaded, objects):
-    output = "gs://tiny/longer"
-    command = ["init-specialists", "--draft", f"{uploaded}/poss2/model"]
-    command += ["--positions-per-specialist", "2,2,2", "--output", output]
+def test_model_is_written(runs, uploaded, objects, tmp_path):
+    models = ["--model", runs.model("poss2"), "--target", runs.model("target")]
+    convert_main(["export", *models, "--output", str(tmp_path / "exported")])
+    command = ["draft", "--source", str(tmp_path / "exported"), "--output", "gs://tiny/converted"]
+    command += ["--target", f"{uploaded}/target/model"]
     convert_main(command)
-    assert verify_model(output).draft.num_specialists == 3
+    assert verify_model("gs://tiny/converted").draft.num_specialists == 2
     assert "is not empty" in refusal(convert_main, *command)
 
 

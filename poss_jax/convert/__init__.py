@@ -11,7 +11,7 @@ hf.py          readers of targets and EAGLE-2 drafts: config.json -> our configs
 eagle3.py      EAGLE-3: its signs and its reader
 rope.py        the rope of config.json, read and written
 names.py       PyTorch key <-> our item and path
-plan.py        what a conversion writes: targets, drafts, and PosS starts from trained drafts
+plan.py        what a conversion writes: targets and drafts
 export.py      a model folder as a PyTorch checkpoint; the model card of a draft
 layouts.py     the layouts that models are written in, and their config.json
 inspection.py  what a source holds

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, and runs one command."""
     options = vars(_parser().parse_args(arguments))
     command, _ = options.pop("command"), options.pop("json")  # see `wants_json`
-    named = ("model", "draft", "target", *(["source"] if command == "inspect" else []))
+    named = ("model", "target", *(["source"] if command == "inspect" else []))
     if names := [name for name in named if options.get(name) is not None]:
         with waiting("importing JAX ..."):
             from poss_jax.bundled.default import find_bundled
@@ -86,13 +86,12 @@ def _export(output: AnyPath, *, as_bin: bool, **options: Any) -> None:
 
 
 def _convert(command: str, output: AnyPath, **options: Any) -> None:
-    """Writes a model folder: a target, a draft, or a draft with more specialists."""
+    """Writes a model folder: a target or a draft."""
     with waiting("importing JAX ..."):
         from poss_jax.checkpoint.folder import write_model
-        from poss_jax.convert.plan import plan_draft, plan_specialists, plan_target
+        from poss_jax.convert.plan import plan_draft, plan_target
         from poss_jax.model.parameters import count_parameters
-    plans = {"target": plan_target, "draft": plan_draft, "init-specialists": plan_specialists}
-    conversion = plans[command](**options)
+    conversion = (plan_target if command == "target" else plan_draft)(**options)
     lines = [*(f"assumed: {line}" for line in conversion.assumed), *_format_rows(conversion.rows)]
     print("\n".join(map(printable, lines)))
     record = conversion.record
@@ -203,7 +202,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--output": _folder("Write to this folder. It is created; if it exists, it must be empty."),
     "--model": _folder("Export this model folder."),
-    "--draft": _folder("Start from this draft, a model folder; usually an EAGLE draft."),
     "--target": _folder("Model folder of the target that the draft was trained for."),
     "--revision": {
         "metavar": "REV",
@@ -223,8 +221,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _parse_count,
         "metavar": "N",
         "help": "Number of positions the draft was trained on, such as 3 for HASS. It is recorded "
-        "and changes no output. The default is the published depth, the depth of the draft to "
-        "start from, or the sum of the positions per specialist.",
+        "and changes no output. The default is the published depth, or the sum of the positions "
+        "per specialist.",
     },
     "--draft-vocabulary": {
         "type": as_path,
@@ -308,13 +306,6 @@ _COMMANDS = {
         "the target's and are not stored; only EAGLE-3 drafts have their own head.",
         required="--source --target --output",
         optional="--revision --dtype --positions-per-specialist --trained-depth --draft-vocabulary",
-    ),
-    "init-specialists": Command(
-        "Make a start for PosS from a trained draft.",
-        "The new draft has more specialists: every missing one is a copy of the last one the draft "
-        "has. Train it to tell them apart.",
-        required="--draft --output --positions-per-specialist",
-        optional="--trained-depth",
     ),
     "export": Command(
         "Write a model folder as a PyTorch checkpoint.",

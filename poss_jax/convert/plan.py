@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from poss_jax.checkpoint.folder import read_family
-from poss_jax.checkpoint.items import describe_item, load_item
+from poss_jax.checkpoint.items import load_item
 from poss_jax.checkpoint.record import (
     ModelRecord,
     check_fit,
@@ -22,7 +21,7 @@ from poss_jax.checkpoint.record import (
 from poss_jax.checkpoint.sums import cut_values, hash_values
 from poss_jax.config.models import Quantisation
 from poss_jax.config.paths import AnyPath, as_path
-from poss_jax.config.reading import UserError, change_config
+from poss_jax.config.reading import UserError
 from poss_jax.convert.eagle3 import UNPLACED
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.names import HEAD, source_key
@@ -30,7 +29,6 @@ from poss_jax.convert.reading import DType, Reading, Row, list_counts, place_spe
 from poss_jax.convert.source import open_source
 from poss_jax.convert.tensors import LazyTensor, cut_tensors
 from poss_jax.model.families.eagle3 import default_aux_layers
-from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.model.quantise import is_quantisable, quantise_items
 from poss_jax.shapes import Params
 
@@ -143,56 +141,6 @@ def plan_draft(
     ours, theirs = (f"rope {r.type} with theta {r.theta:g}" for r in (rope, target_rope))
     line = f"{ours}, because the draft's config.json says so, although the target has {theirs}"
     return replace(conversion, assumed=(*conversion.assumed, line))
-
-
-def plan_specialists(
-    draft: str | AnyPath,
-    positions_per_specialist: tuple[int, ...],
-    *,
-    trained_depth: int | None = None,
-) -> Conversion:
-    """Plans a PosS start: every missing specialist is a copy of the last one a trained draft has.
-
-    Args:
-      trained_depth: None keeps the given draft's, since copying trains nothing.
-
-    Raises:
-      UserError: not a draft, or fewer specialists than it already has.
-    """
-    draft = as_path(draft)
-    record = read_family(draft, "draft")
-    have, want = record.draft.num_specialists, len(positions_per_specialist)
-    if want < have:
-        raise UserError(
-            f"{draft} has {have} specialists, got {want} positions per specialist; "
-            f"give at least {have} counts"
-        )
-    config = change_config(
-        record.draft,
-        origin="init-specialists",
-        positions_per_specialist=positions_per_specialist,
-        trained_depth=trained_depth or record.draft.trained_depth,
-    )
-    origins = {}  # the existing item that becomes each new one
-    for name in item_shapes(config):
-        group, _, index = name.partition("/")
-        is_specialist = group == "specialists"
-        origins[name] = f"{group}/{min(int(index), have - 1)}" if is_specialist else name
-    return Conversion(
-        record=new_record(
-            config,
-            record.target,
-            tokenizer_from=draft,
-            draft_vocabulary=record.draft_vocabulary,
-        ),
-        rows=[
-            Row("/".join((origin, *path)), "/".join((name, *path)), array.shape, array.dtype.name)
-            for name, origin in origins.items()
-            for path, array in flatten_item(describe_item(draft, record, origin)).items()
-        ],
-        items=((name, load_item(draft, record, origin)) for name, origin in origins.items()),
-        tokenizer_from=draft,
-    )
 
 
 def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
