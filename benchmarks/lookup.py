@@ -244,7 +244,7 @@ _QUOTED = (
     ("What do the shopkeepers fear?"),
     ("What will the repair cost, and who pays?"),
 )
-_CHAT = (
+_CHAT: tuple[str, ...] = (
     "What is the difference between a lake and a pond?",
     "Give me three ideas for a rainy afternoon with children.",
     "How do I keep bread fresh for longer?",
