@@ -201,7 +201,7 @@ def test_xla_counts_the_same(engine):
     XLA counts what the cards leave out: softmax and norms, and attention over all rows there is
     room for.
     """
-    prompt = engine.prepare(list(range(32)), 8)  # a chunk, which XLA counts once
+    prompt = engine.prepare([*range(32)] * 2, 8)  # a chunk, which XLA counts once
     batch, weights = phases.Batch(engine, [prompt]), engine.weights
     config, request, state = batch.config, batch.request, batch.state
     shallow = [config._replace(tree=tree) for tree in phases.shallower(config)]

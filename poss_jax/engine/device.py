@@ -22,7 +22,7 @@ from poss_jax.model.target import compute_dtype
 _LOG = logging.getLogger(__package__)
 _LEAST_ROWS = 128
 
-CPU_CHUNKS, ACCELERATOR_CHUNKS = (32, 16), (512, 64)
+CPU_CHUNKS, ACCELERATOR_CHUNKS = (64, 32), (512, 64)
 """Prompt tokens per forward of the target, and per smaller one that reads the end of a prompt.
 
 Many where reading the weights costs as much as using them; on CPU a short prompt would pay for rows
