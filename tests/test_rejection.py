@@ -58,23 +58,22 @@ def choose_often(
     target: np.ndarray, drafted: np.ndarray, num_children: int, *, mistake: str = ""
 ) -> np.ndarray:
     """Frequency of each token as a child or as a draw from the rest."""
-    return np.array(_count(jax.random.key(0), target, drafted, num_children, mistake))
+    rng = np.random.default_rng(0)
+    of_children, of_rest = rng.gumbel(size=(2, 1, NUM_DRAWS, V)).astype(np.float32)
+    with np.errstate(divide="ignore"):
+        tokens = np.argsort(-np.log(drafted) - of_children)[..., :num_children].astype(np.int32)
+    thresholds = rng.random(tokens.shape, np.float32)
+    p, q = (np.broadcast_to(probs, of_rest.shape) for probs in (target, drafted))
+    accepted, left = map(np.array, _accept(mistake, p, q, tokens, thresholds))
+    with np.errstate(divide="ignore"):
+        drawn = np.argmax(np.log(left) + of_rest, axis=-1)
+    return np.bincount(np.where(accepted < 0, drawn, accepted)[0], minlength=V)
 
 
-@partial(jax.jit, static_argnums=(3, 4))
-def _count(
-    key: jax.Array, target: jax.Array, drafted: jax.Array, num_children: int, mistake: str
-) -> jax.Array:
+@partial(jax.jit, static_argnums=0)
+def _accept(mistake: str, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     del mistake  # the planted mistake's name, which makes a separate program
-    of_children, of_thresholds, of_rest = jax.random.split(key, 3)
-    shape = (1, NUM_DRAWS, V)
-    p, q = (jnp.broadcast_to(probs[None, None], shape) for probs in (target, drafted))
-    noisy = jnp.log(q) + jax.random.gumbel(of_children, shape)
-    tokens = jnp.argsort(-noisy, axis=-1)[..., :num_children].astype(jnp.int32)
-    thresholds = jax.random.uniform(of_thresholds, tokens.shape)
-    accepted, left = accept_child(p, q, tokens, thresholds)
-    drawn = jnp.argmax(jnp.log(left) + jax.random.gumbel(of_rest, shape), axis=-1)
-    return jnp.bincount(jnp.where(accepted < 0, drawn, accepted)[0], length=V)
+    return accept_child(*arrays)
 
 
 def has_distribution(counts: np.ndarray, exact: np.ndarray) -> bool:
