@@ -48,9 +48,9 @@ MODEL = tiny_llama(
     max_position_embeddings=1024,
 )
 DEEP = SpecialistsConfig(positions_per_specialist=(1, 2), layers_per_specialist=(3,), depth=3)
-# Each is compiled once, and tested for all of its changes.
 LIMITED = {"draft_tokens": 1024, "batch_size": 8}
 QUANTISED = {"quantise": "int8", "specialists": DEEP}
+ALL = LIMITED | QUANTISED  # one program, tested for all of its changes
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
@@ -95,9 +95,9 @@ def test_nothing_sorts_the_vocabulary(name):
     [
         ("step", {}),
         ("round", {}),
-        ("round", LIMITED),
-        ("round", QUANTISED),
-        pytest.param("round", {"specialists": DEEP, "batch_size": 8}, marks=pytest.mark.slow),
+        ("round", ALL),
+        pytest.param("round", LIMITED, marks=pytest.mark.slow),
+        pytest.param("round", QUANTISED, marks=pytest.mark.slow),
     ],
 )
 def test_no_cache_is_copied(name, changes):
@@ -119,7 +119,7 @@ def sums_of_products(text: str) -> list[str]:
     return [name for name in fusions if " dot(" in bodies[name] and " reduce(" in bodies[name]]
 
 
-@pytest.mark.parametrize("changes", [{}, QUANTISED])
+@pytest.mark.parametrize("changes", [{}, ALL])
 def test_no_fusion_on_a_cpu_sums_a_product(changes):
     """JAX 0.10.2 to 0.12.0 compute `((x @ broadcast(s)) * x).sum()` as 1e36, or NaN."""
     assert sums_of_products(compiled("round", **changes).text) == []
@@ -268,8 +268,16 @@ def test_models_that_do_not_fit_are_refused(words, message):
         plan(config, make_mesh(config.mesh))
 
 
-@pytest.mark.parametrize("changes", [{}, LIMITED])
-@pytest.mark.parametrize("name", ["prefill", "step", "round"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("prefill", {}),
+        ("step", {}),
+        ("round", {}),
+        ("round", ALL),
+        *(pytest.param(name, LIMITED, marks=pytest.mark.slow) for name in ("prefill", "step")),
+    ],
+)
 def test_what_is_lent_is_counted_once(name, changes):
     plan = planned(**changes)
     target, draft = map(bytes_per_device, plan.weights)
