@@ -37,8 +37,9 @@ METHODS = {
 }
 DEEP = {"deep": (3,)}  # layers per specialist
 LAYERS = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+LAYERS["deep"] = LAYERS["qwen2"] | LAYERS["qwen3"]
 # What the slow ones have, the others have too.
-MARKS = dict.fromkeys(("hass", "poss1", "poss2", "poss3"), pytest.mark.slow)
+MARKS = dict.fromkeys(("hass", "poss1", "poss2", "poss3", "qwen2", "qwen3"), pytest.mark.slow)
 MARKS |= {"poss134": pytest.mark.quick}
 T = 14
 
