@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isolation import OLDER_EMITTERS, isolate
+from isolation import QUICK_COMPILATION, isolate
 
 # Workers and the programs that tests start inherit the folders: what one compiled, all have.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     isolate()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", OLDER_EMITTERS]
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        QUICK_COMPILATION,
+    ]
 )
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -117,6 +121,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = wanted  # for programs that tests start
         jax.config.update("jax_disable_most_optimizations", not is_optimised(item))
         jax.clear_caches()
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector what was imported and collected, which stays to the end."""
+    gc.freeze()
 
 
 def is_optimised(item: pytest.Item) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from isolation import OLDER_EMITTERS
+from isolation import QUICK_COMPILATION
 from models import random_draft, random_target, random_tokens, tiny_llama
 from programs import DRAFT, Runs, refusal, write_config
 
@@ -245,7 +245,7 @@ def run_in_two(folder: Path, *arguments: str) -> list[tuple[int, str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {
-        "XLA_FLAGS": OLDER_EMITTERS,
+        "XLA_FLAGS": QUICK_COMPILATION,
         "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "xla-of-two"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from isolation import OLDER_EMITTERS
+from isolation import QUICK_COMPILATION
 from test_mesh import E3, EIGHT, POSS, SAMPLED, TREE, random_engine
 
 from infer import serve
@@ -209,7 +209,7 @@ def server_of_two(folder: Path, models: Path) -> Iterator[tuple[str, list[subpro
     """Two processes with a device each that serve one model: address and processes."""
     port = free_port()
     environment = os.environ | {
-        "XLA_FLAGS": OLDER_EMITTERS,
+        "XLA_FLAGS": QUICK_COMPILATION,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
     }
