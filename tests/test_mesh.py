@@ -169,11 +169,14 @@ def test_memory_of_whole_caches_is_explained(monkeypatch: pytest.MonkeyPatch) ->
             FixedBatch(one, [one.prepare(PROMPTS[0], N)])
 
 
-def test_a_quantised_weight_is_cut_with_its_scale() -> None:
+def test_a_quantised_weight_is_cut_with_its_scale_and_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("poss_jax.engine.models.wants_sums", lambda: True)
     weights = random_engine(POSS, EIGHT, kind="int8").weights.target["layers"][0]
     both, o = weights["mlp"]["gate_up"]["weight"], weights["attention"]["o"]["weight"]
     assert both.values.sharding.spec == P(None, "tensor", None)
-    assert both.scale.sharding.spec == P(None, "tensor")
+    assert both.scale.sharding.spec == both.sums.sharding.spec == P(None, "tensor")
     assert o.values.sharding.spec == P(None, "tensor") and o.scale.sharding.spec == P(None)
 
 

@@ -101,19 +101,20 @@ def check_weights(
     Raises:
       UserError: the weights exceed the memory.
     """
-    is_quantised = (quantise or record.quantised) is not None
+    kind = quantise or record.quantised
+    per_output = 8 if kind == "int8" and wants_sums() else 4  # the scale, and the sum
     needed = 0
-    for name, item in item_shapes(record.config, is_quantised=is_quantised).items():
+    for name, item in item_shapes(record.config, is_quantised=kind is not None).items():
         for inner, shape in flatten_item(item).items():
             path = "/".join((name, *inner))
             shard = place_weights(mesh)(path, shape).shard_shape(shape) if mesh else shape
-            sizes = {"values": 1, "scale": 4} if weight_path(path) != path else {}
+            sizes = {"values": 1, "scale": per_output} if weight_path(path) != path else {}
             needed += math.prod(shard) * sizes.get(inner[-1], jnp.dtype(dtype).itemsize)
     available = device_memory()
     if available is not None and needed > available:
         raise UserError(
             f"target {record.target.name} takes at least {_gib(needed)} of each device, which has "
-            f"{_gib(available)}; {'' if is_quantised else 'quantise it (int8), '}spread it over "
+            f"{_gib(available)}; {'' if kind else 'quantise it (int8), '}spread it over "
             "more devices (mesh.tensor), or take a smaller one"
         )
 

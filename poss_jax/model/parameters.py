@@ -172,7 +172,7 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     axes = _find_axes([_FUSED.get(key, key) for key in weight.split("/") if not key.isdigit()])
     if axes is None:
         raise ValueError(f"{path}: want one row in the table of a model, got none")
-    if weight != path and path.endswith("/scale"):  # one number per output
+    if weight != path and not path.endswith("/values"):  # one number per output
         axes = axes[:1]
     front = (None,) * (len(shape) - len(axes))
     shards = zip(axes, shape[len(front) :], strict=True)
