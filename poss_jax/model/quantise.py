@@ -6,7 +6,7 @@ The outputs are the first axis of both leaves, so code that concatenates, takes 
 outputs treats each leaf alike.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -93,7 +93,7 @@ def round_rows(params: Params) -> Params:
     def visit(leaf: Any) -> Any:
         return leaf.replace(num_limbs=2) if isinstance(leaf, Quantised) else leaf
 
-    return jax.tree.map(visit, params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return _map_weights(visit, params)
 
 
 def sum_values(params: Params) -> Params:
@@ -105,7 +105,7 @@ def sum_values(params: Params) -> Params:
             return leaf
         return leaf.replace(sums=leaf.values.sum(axis=-1, dtype=jnp.int32))
 
-    return jax.tree.map(visit, params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return _map_weights(visit, params)
 
 
 def quantise_items(
@@ -140,11 +140,16 @@ def unpack(item: Params) -> Params:
         is_quantised = isinstance(value, Quantised)
         return {"values": value.values, "scale": value.scale} if is_quantised else value
 
-    return jax.tree.map(visit, item, is_leaf=lambda value: isinstance(value, Quantised))
+    return _map_weights(visit, item)
 
 
 def _cast(item: Params, dtype: Any) -> Params:
     def visit(leaf: Any) -> Any:
         return leaf if isinstance(leaf, Quantised) else leaf.astype(dtype)
 
-    return jax.tree.map(visit, item, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return _map_weights(visit, item)
+
+
+def _map_weights(visit: Callable[[Any], Any], params: Params) -> Params:
+    """Maps all leaves, where a quantised weight is one."""
+    return jax.tree.map(visit, params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
