@@ -1,6 +1,7 @@
 """Settings of whoever runs the tests reach no test."""
 
 import os
+from pathlib import Path
 
 import pytest
 from isolation import isolate
@@ -14,3 +15,11 @@ def test_settings_of_a_user_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None
     isolate()
     assert environment["JAX_PLATFORMS"] == "cpu" and not set(names) & environment.keys()
     assert "/odd" not in environment.values() and os.path.isdir(environment["HOME"])
+
+
+def test_runs_share_a_folder_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rates that tests make up do not end up beside the user's programs."""
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    monkeypatch.setattr(os, "environ", environment)
+    isolate()
+    assert environment["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "tests")
