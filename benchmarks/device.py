@@ -36,7 +36,7 @@ SIZES = {
     "pair": "",
     "make": "CHATS=27000 BATCH=512 JOBS=4",
     "answers": "max_new_tokens=128",
-    "copies": "--tasks 4 --tokens 128",
+    "copies": "max_new_tokens=128 num_prompts=4",
 }
 """What the commands of a GPU or TPU take."""
 
@@ -53,7 +53,7 @@ TINY = {
     "VOCABULARY=512 ARGS='data.sequence_length=256 data.validation_fraction=0.5 num_epochs=1 "
     "batch_size=2 export_dtype=float32'",
     "answers": "max_new_tokens=8 num_prompts=2 temperatures=[0]",
-    "copies": "--tasks 1 --tokens 8",
+    "copies": "max_new_tokens=8 num_prompts=1 temperatures=[0]",
 }
 """What a rehearsal on a CPU takes instead."""
 
@@ -95,8 +95,10 @@ def list_stages(sizes: Mapping[str, Any]) -> list[Stage]:
         ),
         "lookup": (
             120,
-            '"$PY" -m benchmarks.lookup --target runs/smollm2/target '
-            '--draft runs/smollm2/poss1/model --output "$OUT" {copies}',
+            '"$PY" -m infer.bench --config configs/smollm2/lookup.yaml tree=null {copies} '
+            "target=runs/smollm2/target drafts.PosS-1=runs/smollm2/poss1/model "
+            "methods.PosS-1+lookup.draft=runs/smollm2/poss1/model "
+            '"output=$OUT"',
         ),
         "server": (150, f"{server} autoregressive"),
         "fixed_tree": (120, f"{server} --fixed-tree --trees {{tree}}"),
@@ -190,7 +192,7 @@ def list_numbers(report: Mapping[str, Any]) -> dict[str, float]:
     for group in report.get("groups", ()):
         for method, entry in group["methods"].items():
             for key in ("acceptance_length", "tokens_per_second"):
-                name = f"{method}, T = {group['temperature']:g}: {key}"
+                name = f"{method}, {group['set']}, T = {group['temperature']:g}: {key}"
                 numbers[name] = entry["all"][key]["value"]
     return numbers
 

@@ -9,13 +9,13 @@ Times are of rounds alone, from the first token on; CPU time is of all threads.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 import jsonschema_rs
 
-from benchmarks.lookup import answer_timed
 from benchmarks.options import Schema, add_numbers, make_parser, read_schemas
 from infer.bench.report import show_report
 from poss_jax.bundled.default import default_drafts, default_target
@@ -47,7 +47,13 @@ def ask(engine: Engine, schema: Schema, max_tokens: int, *, is_guided: bool) -> 
     prompt = engine.prepare(messages, max_tokens, max_length=_MAX_LENGTH)
     if is_guided:
         prompt = Grammar.json_schema(schema).constrain(prompt, engine)
-    return Asked(schema, *answer_timed(engine, prompt))
+    final, clocks = None, list[tuple[float, float]]()
+    for chunk in engine.decode_rounds(prompt):
+        final = chunk.answer
+        clocks.append((time.perf_counter(), time.process_time()))
+    assert final is not None
+    seconds, cpu_seconds = (end - begin for begin, end in zip(clocks[0], clocks[-1], strict=True))
+    return Asked(schema, final, seconds, cpu_seconds)
 
 
 def is_valid(text: str, schema: Schema) -> bool:

@@ -38,6 +38,7 @@ def answer(
         output_ids=output,
         accepted=accepted,
         offered=offered,
+        copied=accepted[:1],
         seconds=s,
         first_token_seconds=s / 4,
     )

@@ -57,6 +57,7 @@ def test_numbers_of_a_method():
     # offered 4 2 1, accepted 3 1 1: three rounds of three, one of two, the only one, not it
     assert value(one["positionwise_acceptance"]) == [1, 1 / 2, 1, 0]
     assert value(one["positions_reached"]) == pytest.approx([1, 1 / 3, 1 / 3, 0])
+    assert (value(one["copied_per_round"]), value(both["copied_per_round"])) == (3 / 3, 7 / 5)
     assert value(one["tokens_per_second"]) == 16
     assert value(one["speed_up"]) == 4  # the medians of two passes: 2 s and 0.5 s
     assert one["acceptance_length"]["low"] is both["acceptance_length"]["low"] is None  # too few

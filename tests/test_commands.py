@@ -49,7 +49,6 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m benchmarks.study ": "trains for hours; tests/test_study.py runs a small one",
     "python -m infer.bench --config configs/demo/": "needs the models of make demo",
     "python -m benchmarks.cpu_engines ": "needs torch and the default model",
-    "python -m benchmarks.lookup ": "needs the default model; tests/test_lookup.py has the rest",
     "python -m infer.serve": "serves until it is told to end; tests/test_serving.py asks it",
     "python -m infer.lossless": "runs for minutes; tests/test_lossless.py runs it",
     "python -m infer.tune ": "compiles many trees; tests/test_autotune.py tunes",

@@ -43,6 +43,7 @@ def answer(name: str, question: int, accepted: list[int]) -> Answer:
         output_ids=list(range(8)),
         accepted=accepted,
         offered=[4] * len(accepted),
+        copied=[],
         seconds=1.0,
         first_token_seconds=1.0,
     )

@@ -59,6 +59,7 @@ class Turn:
     output_ids: list[int]  # the stop token included
     accepted: list[int]  # drafted tokens of every round, bonus token not counted
     offered: list[int]  # deepest position that the tree offered on the accepted path, per round
+    copied: list[int]  # accepted tokens of every round that lookup copied; [] without lookup
     seconds: float  # to the finished answer
     first_token_seconds: float
 
@@ -70,6 +71,7 @@ def make_turn(answer: Generation, seconds: float, first_token_seconds: float) ->
         output_ids=answer.output_ids,
         accepted=answer.accepted_per_round,
         offered=answer.offered_per_round,
+        copied=answer.copied_per_round,
         seconds=seconds,
         first_token_seconds=first_token_seconds,
     )
@@ -98,6 +100,11 @@ class Answer:
     def offered(self) -> list[int]:
         """Deepest offered positions of all rounds of all turns."""
         return [count for turn in self.turns for count in turn.offered]
+
+    @property
+    def copied(self) -> list[int]:
+        """Copied tokens of all rounds of all turns."""
+        return [count for turn in self.turns for count in turn.copied]
 
     @property
     def seconds(self) -> float:

@@ -94,12 +94,13 @@ def _group_table(group: dict[str, Any], subset: str, *, sampled: set[str]) -> li
 
 
 def _times_table(rows: dict[str, Any]) -> list[str]:
-    head = ["method", "accepted at positions 1, 2, ..."]
+    head = ["method", "accepted at positions 1, 2, ...", "copied per round"]
     head += ["first token ms", "p90", "ms per token", "p90"]
     table = [
         [
             name,
             ", ".join(f"{share:.0%}" for share in row["positionwise_acceptance"]["value"]),
+            format_estimate(row["copied_per_round"]) if row["copied_per_round"]["value"] else "",
             *(f"{row['first_token_milliseconds'][key]:.1f}" for key in ("p50", "p90")),
             *(f"{row['token_milliseconds'][key]:.2f}" for key in ("p50", "p90")),
         ]

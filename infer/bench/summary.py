@@ -121,9 +121,9 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
     rows, lengths = grid.answers[0].T, grid.acceptance_lengths()
     turns = [turn for answer in grid.answers.flat for turn in answer.turns]
     is_counted = ~np.isnan(lengths)
-    accepted, offered = (
+    accepted, offered, copied = (
         [np.array([n for answer in row for n in getattr(answer, name)], int) for row in rows]
-        for name in ("accepted", "offered")
+        for name in ("accepted", "offered", "copied")
     )
     rounds = np.array(list(map(len, accepted)))
     reached, reachable = (count_reaching(counts, DEPTHS) for counts in (accepted, offered))
@@ -141,6 +141,7 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
         "positions_reached": _estimate_positions(
             reached, np.where(reachable.sum(axis=0) > 0, rounds[:, None], 0)
         ),
+        "copied_per_round": estimate(share, np.array([n.sum() for n in copied]), rounds),
         "tokens_per_second": estimate(share, tokens, seconds),
         "speed_up": estimate(
             lambda new, time, plain_new, plain_time: share(new * plain_time, time * plain_new),

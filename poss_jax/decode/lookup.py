@@ -96,7 +96,7 @@ def score(run: Int[Array, " B"], size: int) -> Float[Array, "B N"]:
     """Log-probability that the first copy, the first two, ... are what the target writes.
 
     A run of n ids is continued alike with probability (n - 1) / n, and each copy that is right
-    makes it longer: (n - 1) / (n - 1 + j) for j copies. So it was on benchmarks/lookup.py's tasks.
+    makes it longer: (n - 1) / (n - 1 + j) for j copies, as measured in docs/results/lookup.md.
     """
     evidence = run[:, None].astype(jnp.float32) - 1
     copies = jnp.arange(1, size + 1, dtype=jnp.float32)[None]
