@@ -42,7 +42,7 @@ def completed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("inspect --veri", ["--verify"]),
         ("convert exp", ["export"]),
         ("convert export --mod", ["--model"]),
-        ("draft-vocab co", ["count"]),
+        ("draft-vocab --co", ["--config", "--coverage"]),
         ("generate --prompts pypro", ["pyproject.toml"]),
         ("convert target --source pypro", ["pyproject.toml"]),
     ],

@@ -14,15 +14,23 @@ import pytest
 from golden import METHODS, METHODS_E3, Golden, load_golden
 from models import random_draft, random_target, tiny_llama
 from oracle import Shape, greedy_request
-from programs import DRAFT, TARGET, Runs, config_file, generate, refusal, summary, write_lines
+from programs import (
+    DRAFT,
+    TARGET,
+    Runs,
+    config_file,
+    copy_model,
+    generate,
+    refusal,
+    summary,
+    write_lines,
+)
 
 from infer.bench.__main__ import main as bench
 from infer.generate import main as generate_main
-from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import (
     DraftVocabulary,
     read_draft_vocabulary,
-    read_record,
     with_vocabulary,
     write_draft_vocabulary,
 )
@@ -121,7 +129,7 @@ def test_what_is_refused(values: dict[str, Any], error: str, tmp_path: Path) -> 
 
 
 def count(runs: Runs, folder: Path, *arguments: str) -> list[str]:
-    return ["count", "--config", config_file(runs, folder, DRAFT), *arguments]
+    return ["--config", config_file(runs, folder, DRAFT), *arguments]
 
 
 def test_the_rows_of_training_are_counted(runs: Runs, tmp_path: Path, capsys: Any) -> None:
@@ -178,25 +186,22 @@ def test_what_count_refuses(runs: Runs, arguments: list[str], error: str, tmp_pa
 def test_a_target_has_no_draft_vocabulary(runs: Runs, tmp_path: Path) -> None:
     config = config_file(runs, tmp_path, TARGET)
     error = "want the config of a draft (stage: draft), got one of a target"
-    assert error in refusal(main, "count", "--config", config)
+    assert error in refusal(main, "--config", config)
 
 
-def test_applied_and_given_to_programs_it_leaves_texts_as_they_are(runs, tmp_path) -> None:
+def test_given_to_programs_it_leaves_texts_as_they_are(runs, tmp_path) -> None:
     target, draft = runs.model("target"), runs.model("poss2")
-    path, applied = tmp_path / "v.json", tmp_path / "applied"
+    path = tmp_path / "v.json"
     main(count(runs, tmp_path, "--size", "40", "--output", str(path)))
-    main(["apply", "--draft", draft, "--vocabulary", str(path), "--output", str(applied)])
-    before, after = read_record(draft), verify_model(applied)
-    assert after.draft_vocabulary == tuple(json.loads(path.read_text())["tokens"])
-    assert after.weights_sha256 == before.weights_sha256
-    assert (after.draft, after.target) == (before.draft, before.target)
+    tokens = json.loads(path.read_text())["tokens"]
+    limited = copy_model(draft, tmp_path / "limited", draft_vocabulary=tokens)
     prompts = write_lines(tmp_path / "p.jsonl", {"prompt": "def area_7"}, {"prompt": "def"})
     texts, rounds, tree = [], [], ("--tree", "2/2/5")
     for folder, *options in (
         (None,),
         (draft,),
         (draft, "--draft-vocabulary", str(path)),
-        (str(applied),),
+        (limited,),
     ):
         lines = generate(target, folder, tmp_path, "--prompts", prompts, *tree, *options)
         texts.append([line["output_ids"] for line in lines])
@@ -217,11 +222,6 @@ def test_refusals_of_programs(runs: Runs, tmp_path: Path) -> None:
     error = "want a draft vocabulary of 300 tokens, which the target has, got one made for 61"
     assert error in refusal(generate_main, *given, "--prompt", "x", "--draft", draft)
     assert error in refusal(bench, *given, "--draft", f"E={draft}")
-    apply = ["apply", "--vocabulary", str(path), "--output", str(tmp_path / "new")]
-    assert error in refusal(main, *apply, "--draft", draft)
-    assert "want a draft, got a target" in refusal(main, *apply, "--draft", target)
-    assert "is not empty" in refusal(main, *apply[:-1], str(tmp_path), "--draft", draft)
-    assert not (tmp_path / "new").exists()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.data.records import matching_files
 from poss_jax.data.sources import load_documents
 from train.claims import claim_folder
-from train.draft_vocab import main as vocabulary_main
 from train.main import main
 
 
@@ -154,9 +153,12 @@ def test_export_and_vocabulary(runs, uploaded, objects, tmp_path):
     )
     vocabulary = {"vocab_size": 300, "tokens": [*range(200)]}
     objects.put("tiny/vocabulary.json", json.dumps(vocabulary).encode())
-    command = ["apply", "--draft", f"{uploaded}/poss2/model", "--output", "gs://tiny/limited"]
-    vocabulary_main([*command, "--vocabulary", "gs://tiny/vocabulary.json"])
-    assert verify_model("gs://tiny/limited").draft_vocabulary == tuple(range(200))
+    command = ["draft", "--source", str(tmp_path / "out"), "--target", f"{uploaded}/target/model"]
+    command += ["--draft-vocabulary", "gs://tiny/vocabulary.json", "--output", "gs://tiny/limited"]
+    convert_main(command)
+    limited, whole = verify_model("gs://tiny/limited"), read_record(f"{uploaded}/poss2/model")
+    assert limited.draft_vocabulary == tuple(range(200))
+    assert (limited.weights_sha256, limited.draft) == (whole.weights_sha256, whole.draft)
 
 
 def test_folder_is_not_whole_before_its_last_file(runs, objects, monkeypatch):

@@ -1,23 +1,17 @@
 """Counts the tokens that a draft trains on, and makes draft vocabularies of the most frequent."""
 
 import argparse
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from poss_jax.bundled.default import find_bundled, with_bundled
-from poss_jax.checkpoint.folder import read_family, read_target, write_model
-from poss_jax.checkpoint.items import load_item
+from poss_jax.bundled.default import with_bundled
+from poss_jax.checkpoint.folder import read_target
 from poss_jax.checkpoint.record import (
     SMALLEST,
     DraftVocabulary,
-    provenance,
-    read_draft_vocabulary,
-    with_vocabulary,
     write_draft_vocabulary,
 )
-from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
@@ -62,19 +56,6 @@ def _vocabulary(config: TrainConfig, trained: np.ndarray, tokens: np.ndarray) ->
             "trained_tokens": int(trained.sum()),
         },
     )
-
-
-def apply(args: argparse.Namespace) -> dict[str, Any]:
-    """Writes a copy of a draft with a vocabulary; returns the summary."""
-    refuse_irreplaceable(args.output)
-    draft = as_path(find_bundled(args.draft))
-    record = read_family(draft, "draft")
-    tokens = read_draft_vocabulary(args.vocabulary, record.draft.layer.vocab_size)
-    limited = with_vocabulary(record, tokens.tolist(), origin=str(draft))
-    items = ((name, load_item(draft, record, name)) for name in record.items)
-    new = replace(limited, provenance=provenance())
-    write_model(args.output, new, items, tokenizer_from=draft)
-    return {"output": str(args.output), "size": len(tokens)}
 
 
 def count_tokens(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ seq "$JOBS" | xargs -P "$JOBS" -I{} $PY -m train.regenerate --target $OUT/target
   ${ASK:---self-prompt $((${CHATS:-27000} / JOBS)) --self-prompt-tokens 96 --self-prompt-top-p 1} \
   'temperatures=[0, 0.7, 1]' --max-new-tokens "${TOKENS:-256}" --keep-unfinished --batch-size "${BATCH:-32}" \
   --output $OUT/chats{}.jsonl
-[ -e $OUT/vocabulary.json ] || $PY -m train.draft_vocab count --config configs/smollm2/eagle.yaml \
+[ -e $OUT/vocabulary.json ] || $PY -m train.draft_vocab --config configs/smollm2/eagle.yaml \
   specialists.draft_vocabulary=null ${ARGS:-} --size "${VOCABULARY:-8192}" --output $OUT/vocabulary.json
 
 train() { printf '%s\n' "$@" | xargs -P "$JOBS" -I{} $PY -m train.main --config configs/smollm2/{}.yaml ${ARGS:-}; }
