@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.serving import Answer, Case, ask, make_client, percentiles
+from benchmarks.serving import Answer, Case, ask, describe_answers, make_client
 from poss_jax.checkpoint.record import TargetIdentity, new_record
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
@@ -239,12 +239,7 @@ def ask_all(
     num_new: int,
     vocab_size: int,
 ) -> dict[str, Any]:
-    """Streams to clients that ask again and again until the time is over.
-
-    Returns:
-      Answers, their tokens per second, milliseconds per token of a client, and percentiles of the
-      milliseconds to the first token and per further token.
-    """
+    """Streams to clients that ask again and again until the time is over; `describe_answers`."""
     rng = np.random.default_rng(num_clients)
     answers: list[Answer] = []
 
@@ -263,16 +258,4 @@ def ask_all(
             await asyncio.gather(*(run_client(client, until) for _ in range(num_clients)))
             return time.monotonic() - begun
 
-    elapsed = asyncio.run(run_all())
-    further = [
-        (answer.seconds - answer.first) / max(len(answer.tokens) - 1, 1) for answer in answers
-    ]
-    tokens_per_second = sum(len(answer.tokens) for answer in answers) / elapsed
-    return {
-        "clients": num_clients,
-        "answers": len(answers),
-        "tokens_per_second": tokens_per_second,
-        "token_milliseconds": 1000 * num_clients / tokens_per_second,
-        "first_token_milliseconds": percentiles([1000 * answer.first for answer in answers]),
-        "per_token_milliseconds": percentiles([1000 * gap for gap in further]),
-    }
+    return describe_answers(answers, asyncio.run(run_all()))

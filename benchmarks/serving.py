@@ -199,26 +199,32 @@ async def run_load(
         elapsed = time.monotonic() - began  # with the answers that were begun in time
         freed = await measure_freeing(client, cases, num_clients)
         cached = await read_metric(client, "prefix_cache_hits_total")
-    complete = [answer for answer in answers if answer.is_whole]
-    per_token = [
-        (answer.seconds - answer.first) / (len(answer.tokens) - 1)
-        for answer in complete
-        if len(answer.tokens) > 1
-    ]
-    return {
+    return describe_answers(answers, elapsed) | {
         "clients": num_clients,
-        "answers": len(answers),
-        "left": len(answers) - len(complete),
+        "left": sum(not answer.is_whole for answer in answers),
         "wrong": wrong,
         "lost": lost,
         "crossed": sum(len(answer.ids) != 1 for answer in answers),
         "duplicated": len(answers) - len({name for answer in answers for name in answer.ids}),
         "cached_tokens": cached,
-        "tokens_per_second": sum(len(answer.tokens) for answer in answers) / elapsed,
-        "first_token_milliseconds": percentiles([1000 * answer.first for answer in complete]),
-        "per_token_milliseconds": percentiles([1000 * gap for gap in per_token]),
         "freed_milliseconds": freed,
         "memory_mib": {"after_10_s": memory[min(10, len(memory) - 1)], "at_the_end": memory[-1]},
+    }
+
+
+def describe_answers(answers: Sequence[Answer], elapsed: float) -> dict[str, Any]:
+    """Tokens per second of all answers, and percentiles of the times of whole ones."""
+    complete = [answer for answer in answers if answer.is_whole]
+    gaps = [
+        (answer.seconds - answer.first) / (len(answer.tokens) - 1)
+        for answer in complete
+        if len(answer.tokens) > 1
+    ]
+    return {
+        "answers": len(answers),
+        "tokens_per_second": sum(len(answer.tokens) for answer in answers) / elapsed,
+        "first_token_milliseconds": percentiles([1000 * answer.first for answer in complete]),
+        "per_token_milliseconds": percentiles([1000 * gap for gap in gaps]),
     }
 
 
