@@ -12,6 +12,7 @@ import pytest
 from programs import Runs, copy_model, generate, refusal, write_lines
 
 from infer.bench.journal import Kept
+from infer.bench.measure import Timed
 from infer.tune import run as tuning
 from infer.tune import search
 from infer.tune.__main__ import main
@@ -153,10 +154,10 @@ def test_what_was_timed_is_compared_with_the_first_tree(monkeypatch: pytest.Monk
 
     engine = SimpleNamespace(with_tree=with_tree)
 
-    def time_batches(tree: TreeConfig | None, *_: Any) -> tuple[list[Generation], float]:
-        accepted = [0] if tree is None else [1]
+    def time_batches(tree: TreeConfig | None, *_: Any) -> list[Timed]:
+        accepted, share = [0] if tree is None else [1], next(seconds[tree]) / 2
         answers = [Generation([0], ids, None, accepted, accepted, "length") for ids in texts[tree]]
-        return answers, next(seconds[tree])
+        return [Timed(answer, share, 0.0) for answer in answers]
 
     monkeypatch.setattr(search, "time_batches", time_batches)
     plain, small = search.confirm(engine, [], 1, [None, SMALL], 3, lookup=5).values()

@@ -187,30 +187,21 @@ def play(
     Returns:
       Answers by question and turn.
     """
-    copies, times = [replace(dialogue) for dialogue in dialogues], []
+    copies, timed = [replace(dialogue) for dialogue in dialogues], list[Timed]()
 
     def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
-        batch = FixedBatch(engine, prompts, batch_size=batch_size)
-        jax.block_until_ready(batch.request)
-        started = time.perf_counter()
-        batch.start()
-        jax.block_until_ready(batch.state)
-        first = time.perf_counter()
-        batch.state = jax.block_until_ready(run_rounds(*batch.arguments))
-        share = (time.perf_counter() - started) / len(prompts)
-        times.extend([(share, first - started)] * len(prompts))
-        return batch.read()
+        timed.extend(time_batches(engine, prompts, batch_size))
+        return [answer for answer, _, _ in timed[-len(prompts) :]]
 
-    timed: list[list[Timed]] = [[] for _ in copies]
-    for number, (index, answer) in enumerate(
-        answer_all(engine, copies, decode, batch_size=batch_size)
-    ):
-        timed[index].append(Timed(answer, *times[number]))
+    turns: list[list[Timed]] = [[] for _ in copies]
+    answers = answer_all(engine, copies, decode, batch_size=batch_size)
+    for number, (index, _) in enumerate(answers):
+        turns[index].append(timed[number])
     for dialogue in copies:
         if dialogue.ended:
             turn = dialogue.num_answered + 1
             _LOG.warning("a question ends before turn %d: %s", turn, dialogue.ended)
-    return timed
+    return turns
 
 
 def count_memory(engine: Engine) -> dict[str, int]:
@@ -248,18 +239,20 @@ def time_answer(engine: Engine, prompt: PreparedPrompt) -> float:
 
 def time_batches(
     engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: int
-) -> tuple[list[Generation], float]:
+) -> list[Timed]:
     """Decodes all prompts; times prefill and all rounds up to the finished outputs."""
-    answers, seconds = [], 0.0
+    timed = []
     for first in range(0, len(prompts), batch_size):
         batch = FixedBatch(engine, prompts[first : first + batch_size], batch_size=batch_size)
         jax.block_until_ready(batch.request)
         started = time.perf_counter()
         batch.start()
+        jax.block_until_ready(batch.state)
+        first_token = time.perf_counter() - started
         batch.state = jax.block_until_ready(run_rounds(*batch.arguments))
-        seconds += time.perf_counter() - started
-        answers += batch.read()
-    return answers, seconds
+        seconds, answers = time.perf_counter() - started, batch.read()
+        timed += [Timed(answer, seconds / len(answers), first_token) for answer in answers]
+    return timed
 
 
 def time_first_token(engine: Engine, prompt: PreparedPrompt) -> float:

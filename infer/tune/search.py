@@ -420,15 +420,18 @@ def confirm(
             for tree in trees:
                 passes[tree].append(time_batches(engines[tree], prompts, batch_size))
                 progress.update()
-    texts = {tree: [answer.output_ids for answer in runs[0][0]] for tree, runs in passes.items()}
+    texts = {tree: [row.answer.output_ids for row in runs[0]] for tree, runs in passes.items()}
     num_tokens = sum(map(len, texts[trees[0]]))
-    seconds = {tree: np.array([time for _, time in runs[1:]]) for tree, runs in passes.items()}
+    seconds = {
+        tree: np.array([sum(row.seconds for row in run) for run in runs[1:]])
+        for tree, runs in passes.items()
+    }
     return {
         tree: {
             "tokens_per_second": float(num_tokens / np.median(seconds[tree])),
             "ratio": float(np.median(seconds[trees[0]] / seconds[tree])),
             "acceptance_length": mean_acceptance_length(
-                [answer.accepted_per_round for answer in passes[tree][0][0]]
+                [row.answer.accepted_per_round for row in passes[tree][0]]
             ),
             "different_outputs": sum(
                 a != b for a, b in zip(texts[tree], texts[trees[0]], strict=True)
