@@ -237,9 +237,7 @@ def time_answer(engine: Engine, prompt: PreparedPrompt) -> float:
     return time.perf_counter() - started
 
 
-def time_batches(
-    engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: int
-) -> list[Timed]:
+def time_batches(engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: int) -> list[Timed]:
     """Decodes all prompts; times prefill and all rounds up to the finished outputs."""
     timed = []
     for first in range(0, len(prompts), batch_size):
