@@ -94,7 +94,7 @@ def _group_table(group: dict[str, Any], subset: str, *, sampled: set[str]) -> li
 
 
 def _times_table(rows: dict[str, Any]) -> list[str]:
-    head = ["method", "accepted at positions 1, 2, ...", "copied per round"]
+    head = ["method", "accepted at positions 1, 2, ...", "copied"]
     head += ["first token ms", "p90", "ms per token", "p90"]
     table = [
         [
