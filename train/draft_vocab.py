@@ -5,7 +5,8 @@ Reads the data of a draft's training run as training does, counts the trained to
 coverage of several sizes, and writes the most frequent tokens as a JSON file. Ties go to the lowest
 ids. The last line printed is one JSON object.
 
-    poss draft-vocab --config run.yaml --size 32000 --output vocabulary.json
+    poss draft-vocab --config run.yaml --size 32000 \
+        --output vocabulary.json
 """
 
 import argparse
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(
         module="train.draft_vocab",
         description=describe(__doc__, shows_all=False),
-        usage="%(prog)s --config FILE [options] [section.key=value ...]",
+        usage="%(prog)s --config FILE [options] [key=value ...]",
     )
     add_json(parser)
     parser.add_argument(
