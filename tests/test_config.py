@@ -15,6 +15,7 @@ from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeCon
 from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.config.training import OptimizerConfig, SpecialistsConfig, TrainConfig
+from poss_jax.model.families import method_of
 
 LAYER = LlamaConfig(
     vocab_size=32,
@@ -62,7 +63,7 @@ def test_every_specialist_serves_its_span(spans):
 )
 def test_method(spans, trained_depth, method):
     draft = DraftConfig(layer=LAYER, positions_per_specialist=spans, trained_depth=trained_depth)
-    assert draft.method == method
+    assert method_of(draft) == method
 
 
 @pytest.mark.parametrize("spans", [[], [0], [3, -1]])

@@ -176,7 +176,6 @@ def test_inspection_tells_of_the_layers(trained, capsys) -> None:
         ((1, 1), (1, 2), r"only the first specialist may have several layers, got \[1, 2\]"),
         ((1, 1), (2, 1, 1), r"only the first .*\[2, 1, 1\] for positions_per_specialist \[1, 1\]"),
         ((2, 1), (2,), "a specialist of several layers drafts one position, and another one"),
-        ((1,), (2,), "a specialist of several layers drafts one position, and another one"),
     ],
 )
 def test_layers_that_training_cannot_follow(spans, layers, error) -> None:

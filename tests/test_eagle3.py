@@ -370,7 +370,7 @@ def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> N
             "layer_types: want one kind for all 3 layers of a draft, got",
         ),
         ({"mask_hidden": MASK}, {}, "want mask_token_id or pard_token or ptd_token_id, the tok"),
-        ({"mask_hidden": MASK}, {"mask_token_id": 3}, "only an eagle3 draft of one specialist"),
+        ({"mask_hidden": MASK}, {"mask_token_id": 3}, "only a draft of one specialist"),
         ({"eagle_module.fc.weight": np.zeros(2)}, {}, "export it with ModelOpt and convert what"),
         ({"d2t": np.zeros(80, np.int32)}, {}, "d2t: want int64 .*, got I32"),
         ({"d2t": np.array(0)}, {}, r"d2t: want int64 \[80\], got int64 \[\]; give the draft's own"),

@@ -121,5 +121,5 @@ def test_what_is_refused(runs: Runs, tmp_path: Path) -> None:
     shared = refusal(main, "--config", config, "specialists.kv=shared")
     assert "drafts of the family mtp have separate projections" in shared
     deep = replace(CONFIG, layers_per_specialist=(2,))
-    with pytest.raises(UserError, match="a specialist of the family mtp has one layer"):
+    with pytest.raises(UserError, match="layers_per_specialist: the family mtp has no such drafts"):
         init_draft(deep, jax.random.key(0))

@@ -9,6 +9,7 @@ from poss_jax.config.bench import AheadConfig, BenchConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import load_config, read_yaml
 from poss_jax.config.training import OptimizerConfig, TrainConfig
+from poss_jax.model.families import method_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
@@ -52,7 +53,7 @@ def test_recipe_is_the_published_method(folder, name):
     spans = run.specialists.positions_per_specialist
     draft = DraftConfig(layer=LAYER, positions_per_specialist=spans, trained_depth=depth)
     assert run.specialists.depth == depth
-    assert draft.method == {"eagle": "eagle2"}.get(name, name)
+    assert method_of(draft) == {"eagle": "eagle2"}.get(name, name)
     assert sum(spans) == (depth if name.startswith("poss") else 1)
     assert run.objective.top_k_weight == (1.0 if name == "hass" else 0.0)
     assert run.optimizer == OptimizerConfig(

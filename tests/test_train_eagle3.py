@@ -159,6 +159,10 @@ def test_a_draft_of_another_width_is_continued(runs: Runs, tmp_path: Path) -> No
         ({"specialists": {"aux_layers": [0, 1], "depth": 3}}, "reads none of the target's layers"),
         ({"specialists": E3["specialists"] | {"aux_layers": [1, 2]}}, "got 2"),
         ({"specialists": E3["specialists"] | {"kv": "shared"}}, "leave it out"),
+        (
+            {"specialists": {"layers_per_specialist": [2], "depth": 3}},
+            "the family eagle has no such",
+        ),
     ],
 )
 def test_refusals(runs: Runs, tmp_path: Path, changes: Any, message: str) -> None:

@@ -115,7 +115,6 @@ class DraftStage:
             self._check_init_draft(record)
             draft = record.draft
             self._vocabulary = record.draft_vocabulary or self._vocabulary
-        self._refuse_unfit(draft)
         self.config = replace(
             draft,
             positions_per_specialist=settings.positions_per_specialist,
@@ -123,6 +122,7 @@ class DraftStage:
             trained_depth=settings.depth,
             kv=settings.kv if family_of(draft).may_share_kv else draft.kv,
         )
+        self._refuse_unfit(self.config)
 
     def _refuse_unfit(self, draft: DraftConfig) -> None:
         """Refuses settings that have no meaning for drafts of this family."""

@@ -26,6 +26,7 @@ from poss_jax.config.numbers import AtLeastTwo, CountOrZero, Probability
 from poss_jax.config.paths import AnyPath, as_path, local_files
 from poss_jax.config.processor import int8_products
 from poss_jax.config.reading import UserError, build_config, config_to_dict
+from poss_jax.model.families import family_of, method_of
 from poss_jax.model.parameters import item_shapes
 from poss_jax.shapes import Params
 
@@ -80,7 +81,7 @@ class ModelRecord:
     Attributes:
       format_version: version of the folder's layout.
       family: `target` or `draft`.
-      method: a draft's method (`DraftConfig.method`).
+      method: a draft's method (`method_of`).
       kv: `shared` if all specialists of a draft share the key and value projections.
       config: the model's shape; rope, spans and trained depth are in it.
       draft_vocabulary: target id of every token a draft can propose; None means all of them.
@@ -109,6 +110,8 @@ class ModelRecord:
     def __post_init__(self) -> None:
         if isinstance(self.config, DraftConfig) != (self.family == "draft"):
             raise ValueError(f"family {self.family} with the config of the other family")
+        if isinstance(self.config, DraftConfig):
+            family_of(self.config)  # refuses what it lacks
         if self.quantised is not None and self.family == "draft":
             raise ValueError("quantised: want a target, got a draft")
 
@@ -156,7 +159,7 @@ def new_record(
     tokenizer, chat_template = tokenizer_hashes(tokenizer_from) if tokenizer_from else (None, None)
     return ModelRecord(
         family="draft" if is_draft else "target",
-        method=config.method if is_draft else None,
+        method=method_of(config) if is_draft else None,
         kv=config.kv if is_draft else None,
         config=config,
         draft_vocabulary=draft_vocabulary,
@@ -245,6 +248,9 @@ def read_record(folder: str | AnyPath, family: str = "target") -> ModelRecord:
             f"{path}: want format_version {FORMAT_VERSION}, got {values.get('format_version')!r}; "
             "use the version of poss_jax that wrote it, or convert the source again"
         )
+    if isinstance(config := values.get("config"), dict):
+        kind = DraftConfig if values.get("family") == "draft" else LlamaConfig
+        values["config"] = build_config(kind, config, origin=f"{path}: config")
     return build_config(ModelRecord, values, origin=str(path))
 
 

@@ -31,6 +31,8 @@ Quantisation = Literal["int8", "fp8"]
 Drafting = Literal["coupled", "argmax", "sampled"]
 NO_SAMPLED_COPIES = "lookup: want coupled or argmax drafting, got sampled; leave one out"
 ToolFormat = Literal["hermes", "llama3", "mistral"]
+FIRST_FAMILY = "eagle"
+"""Family of drafts whose files name none."""
 
 
 def _omitted(default: Any) -> Any:
@@ -218,7 +220,7 @@ class DraftConfig:
     )
     trained_depth: Depth = 1
     fc_bias: bool = False
-    family: str = _omitted("eagle")
+    family: str = _omitted(FIRST_FAMILY)
     kv: Literal["per_specialist", "shared"] = Field(default="per_specialist", exclude=True)
     aux_layers: tuple[CountOrZero, ...] = _omitted(())
     head_size: AtLeastTwo | None = _omitted(None)
@@ -234,11 +236,9 @@ class DraftConfig:
     def __post_init__(self) -> None:
         if self.target_size is not None and not self.has_embedding:
             raise ValueError("target_size: a draft of another width than its target has_embedding")
-        if self.has_embedding and self.family != "eagle3":
-            raise ValueError("has_embedding: only drafts of the family eagle3 have one")
         if (token := self.mask_token) is not None:
-            if self.family != "eagle3" or self.num_specialists > 1:
-                raise ValueError("mask_token: only an eagle3 draft of one specialist has one")
+            if self.num_specialists > 1:
+                raise ValueError("mask_token: only a draft of one specialist has one")
             if token >= (size := self.layer.vocab_size):
                 raise ValueError(f"mask_token: want one of {size} tokens, got {token}")
         check_specialists(self)
@@ -275,22 +275,6 @@ class DraftConfig:
         norms = {field: getattr(self, field) for field in usual}
         return {field: value for field, value in norms.items() if value != usual[field]}
 
-    @property
-    def method(self) -> str:
-        """Name of the method, by spans and trained depth."""
-        spans = self.positions_per_specialist
-        deep = f"-deep{self.num_further + 1}" if self.num_further else ""
-        first_family = self.family == "eagle"
-        if self.mask_token is not None:
-            return "p-eagle" + deep
-        if len(spans) == 1 and not first_family:
-            return self.family + deep
-        if len(spans) == 1:
-            return "eagle2" if self.trained_depth == 1 else "hass"
-        digits = {str(n) for n in spans}
-        name = "poss" + (digits.pop() if len(digits) == 1 else "".join(str(n) for n in spans))
-        return name + deep if first_family else f"{name}{deep}-{self.family}"
-
     def specialist_at(self, depth: int) -> int:
         """Index of the specialist that drafts position `depth` (0-based)."""
         end = 0
@@ -312,8 +296,8 @@ class DraftConfig:
 def check_specialists(draft: Any) -> None:
     """Refuses layers that specialists of a draft's spans cannot have.
 
-    Drafted rows pass specialists of one layer only, so that training can follow all of them; but a
-    single specialist may loop all of its layers where chains are followed one by one (EAGLE-3).
+    Drafted rows pass specialists of one layer only, so that training can follow all of them; but
+    some families let a single specialist loop all of its layers (`family_of`).
 
     Args:
       draft: a `DraftConfig` or a `SpecialistsConfig`.
@@ -323,10 +307,9 @@ def check_specialists(draft: Any) -> None:
         also drafts after itself.
     """
     spans, layers = draft.positions_per_specialist, draft.layers_per_specialist
-    may_stack = draft.family == "eagle3" if len(spans) == 1 else spans[0] == 1
     if len(layers) > len(spans) or max(layers[1:], default=1) > 1:
         problem = "only the first specialist may have several layers"
-    elif layers[0] > 1 and not may_stack:
+    elif layers[0] > 1 and spans[0] > 1 and len(spans) > 1:
         problem = "a specialist of several layers drafts one position, and another one the next"
     else:
         return

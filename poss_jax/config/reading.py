@@ -104,6 +104,8 @@ def build_config(
                 message = message.removeprefix(key).lstrip(".: ")
                 raise UserError(f"{option}: {message}") from error
         raise UserError(f"{origin}: {message}") from error
+    except UserError as error:
+        raise UserError(f"{origin}: {error}") from error
 
 
 def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:

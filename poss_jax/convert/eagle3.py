@@ -19,12 +19,13 @@ from poss_jax.convert.hf import contradiction, count_layers, read_layer, read_wi
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, QUERY
 from poss_jax.convert.reading import NAMED_EAGLE3, Reading, read_metadata, read_weights
 from poss_jax.convert.source import Source
+from poss_jax.model.families.eagle3 import default_aux_layers
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 """Key of the layers of the target that a draft reads."""
 
-UNPLACED = (0, 0, 0)
-"""Inner states of the target, in the config of a draft that leaves them to the target's depth."""
+# Inner states of the target, in the config of a draft that leaves them to the target's depth.
+_UNPLACED = (0, 0, 0)
 
 # Keys that are read by themselves -> the reason why they are not stored.
 _MAPS = {"d2t": "becomes the draft vocabulary", "t2d": "follows from d2t"}
@@ -105,6 +106,7 @@ def read_eagle3(source: Source) -> Reading:
         assumed=(*assumed, *more, *_assume_sound_training(source)),
         metadata=read_metadata(source),
         read_vocabulary=partial(_read_vocabulary, source, config),
+        usual_aux_layers=default_aux_layers if config.aux_layers == _UNPLACED else None,
     )
     _check_maps(source, config)
     return reading
@@ -216,7 +218,7 @@ def _read_aux_layers(source: Source) -> tuple[int, ...]:
 
 def _check_layers(layers: Any, origin: str, *, shift: int = 0) -> tuple[int, ...]:
     if layers is None:
-        return UNPLACED
+        return _UNPLACED
     if not isinstance(layers, list) or not all(type(n) is int and n >= 0 for n in layers):
         raise UserError(f"{origin}: {AUX_KEY}: want a list of layers, got {shorten(layers)}")
     return tuple(layer + shift for layer in layers)

@@ -25,6 +25,7 @@ from poss_jax.convert.layouts import LAYOUTS, Layout, Outgoing, target_config_js
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, Slot, slots_by_key, split_rows
 from poss_jax.convert.reading import DType, Row
 from poss_jax.convert.source import HUB_ID
+from poss_jax.model.families import method_of
 from poss_jax.model.parameters import flatten_item
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -370,7 +371,7 @@ def model_card(draft: Outgoing, layout: Layout, specialist: int | None) -> str:
     return _CARD.format(
         base=f"base_model: {json.dumps(name)}\n" if HUB_ID.fullmatch(name) else "",
         name=name,
-        method=draft.config.method,
+        method=method_of(draft.config),
         version=__version__,
         layout=layout,
         notes="".join(f"\n{note}\n" for note in notes),

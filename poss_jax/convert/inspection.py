@@ -26,6 +26,7 @@ from poss_jax.convert.reading import (
     place_specialists,
 )
 from poss_jax.convert.source import Source, open_source
+from poss_jax.model.families import method_of
 from poss_jax.model.parameters import flatten_item
 
 
@@ -147,7 +148,7 @@ def _describe_reading(inspection: Inspection, reading: Reading) -> None:
         inspection.family, inspection.assumed = "draft", reading.assumed
         try:
             reading = place_specialists(reading)
-            inspection.method, inspection.assumed = reading.draft.method, reading.assumed
+            inspection.method, inspection.assumed = method_of(reading.draft), reading.assumed
             _describe_model(inspection, reading.draft)
         except UserError as error:
             inspection.needs = str(error)
@@ -228,9 +229,10 @@ def _show_draft(config: DraftConfig) -> str:
     number = config.num_specialists
     what = "1 specialist" if number == 1 else f"{number} specialists"
     what += f", the first of {config.num_further + 1} layers" if config.num_further else ""
-    article = "an" if config.method[0] in "aeiou" else "a"
+    method = method_of(config)
+    article = "an" if method[0] in "aeiou" else "a"
     return (
-        f"{article} {config.method} draft of {what}, positions per specialist "
+        f"{article} {method} draft of {what}, positions per specialist "
         f"{list_counts(config.positions_per_specialist)}, trained depth {config.trained_depth}, "
         f"fc {'with' if config.fc_bias else 'without'} bias"
         + (f", mask token {config.mask_token}" if config.mask_token is not None else "")

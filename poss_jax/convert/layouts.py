@@ -14,6 +14,7 @@ from poss_jax.convert.hf import CONFIG_KEYS
 from poss_jax.convert.reading import METADATA, DraftMetadata
 from poss_jax.convert.rope import write_rope
 from poss_jax.convert.source import HUB_ID
+from poss_jax.model.families import family_of
 from poss_jax.model.families.eagle3 import default_aux_layers
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
@@ -45,7 +46,7 @@ class Outgoing:
 
     def metadata(self, *, vocabulary: tuple[int, ...] | None = None) -> dict[str, Any]:
         """Contents of config.json about a draft under `METADATA`, for our own converter."""
-        is_told = self.config.family == "eagle" and self.config.kv == "shared"
+        is_told = family_of(self.config).may_share_kv and self.config.kv == "shared"
         metadata = DraftMetadata(
             positions_per_specialist=self.config.positions_per_specialist,
             trained_depth=self.config.trained_depth,

@@ -22,13 +22,12 @@ from poss_jax.checkpoint.sums import cut_values, hash_values
 from poss_jax.config.models import Quantisation
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
-from poss_jax.convert.eagle3 import UNPLACED
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.names import HEAD, source_key
 from poss_jax.convert.reading import DType, Reading, Row, list_counts, place_specialists
 from poss_jax.convert.source import open_source
 from poss_jax.convert.tensors import LazyTensor, cut_tensors
-from poss_jax.model.families.eagle3 import default_aux_layers
+from poss_jax.model.parameters import table_of
 from poss_jax.model.quantise import is_quantisable, quantise_items
 from poss_jax.shapes import Params
 
@@ -144,16 +143,16 @@ def plan_draft(
 
 
 def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
-    """Gives an EAGLE-3 draft the target layers that it reads, if its config does not name them.
+    """Gives a draft the target layers that it reads, if its config does not name them.
 
     Raises:
       UserError: the target has no such layers.
     """
     layers, assumed = reading.draft.aux_layers, reading.assumed
-    if layers == UNPLACED:
-        layers = default_aux_layers(num_layers)
+    if reading.usual_aux_layers is not None:
+        layers = reading.usual_aux_layers(num_layers)
         listed = list_counts(layers)
-        assumed = (*assumed, f"inputs of the target's layers {listed}, as EAGLE-3 has them")
+        assumed = (*assumed, f"inputs of the target's layers {listed}, the usual ones")
     if layers and (max(layers) >= num_layers or sorted({*layers}) != list(layers)):
         raise UserError(
             f"{reading.source.folder}: want inputs of different layers of the target, in order, "
@@ -174,7 +173,7 @@ def _compare_copies(reading: Reading, target: AnyPath, record: ModelRecord) -> N
             is_equal = same_up_to_rounding(copy, want)
         if not is_equal:
             advice = "give the target it was trained for"
-            if reading.draft.family == "eagle3":
+            if "embed/weight" in table_of(reading.draft):
                 advice += f", or keep {key} by embed_requires_grad true in config.json if trained"
             raise UserError(
                 f"{reading.source.folder}: {key} differs from the {_WORDS[item]} of the target "

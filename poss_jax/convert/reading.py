@@ -85,6 +85,8 @@ class Reading:
       assumed: one line for each thing that the files do not say.
       metadata: what our own export of a draft says beyond its layout.
       read_vocabulary: reads the target id of every token that a draft can propose; None means all.
+      usual_aux_layers: number of the target's layers -> the ones whose inputs a draft reads, if its
+        config does not name them.
     """
 
     source: Source
@@ -95,6 +97,7 @@ class Reading:
     assumed: tuple[str, ...] = ()
     metadata: DraftMetadata | None = None
     read_vocabulary: Callable[[], tuple[int, ...] | None] = lambda: None
+    usual_aux_layers: Callable[[int], tuple[int, ...]] | None = None
 
     @property
     def llama(self) -> LlamaConfig:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.models import FIRST_FAMILY, DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig, SpecialistsConfig, StepConfig
 from poss_jax.learn.losses import TargetRows, describe_targets
@@ -72,7 +72,7 @@ def describe_draft(config: SpecialistsConfig, target: LlamaConfig, num_tokens: i
     Raises:
       UserError: the target lacks layers that the draft reads.
     """
-    name = config.family or "eagle"
+    name = config.family or FIRST_FAMILY
     fields: dict[str, Any] = {"kv": config.kv} | find_family(name).default_fields(
         target, num_tokens
     )

@@ -30,7 +30,8 @@ class Family:
     and the inputs of the next one.
 
     Attributes:
-      parameters: the table, path -> `Parameter`.
+      parameters: the table, path -> `Parameter`; `embed`, `mask` and `further` in it allow a draft
+        an own embedding, a mask token and further layers.
       init: (config, key) -> random parameters.
       layer: config -> the layer of one specialist.
       join: (params, config, embeddings, features) -> input x of a specialist, in one product.
@@ -41,11 +42,13 @@ class Family:
         new draft that the family decides.
       fuse: (params, config, the target's features) -> the state that the first specialist reads.
       feed_back: (params, config, predicted features) -> the state that the next specialist reads.
+      method: config of a draft of one specialist -> name of its method, without further layers.
       pass_through: random parameters -> a draft that predicts the feature it reads; None: the
         family has no such start.
       may_share_kv: whether specialists may have the same key and value projections, and one cache.
       is_trained_in_chains: whether training follows a chain after every row, with gradients
-        through all of it, rather than all rows of one depth after the other.
+        through all of it, rather than all rows of one depth after the other; only then may a
+        single specialist have further layers.
     """
 
     parameters: Mapping[str, Parameter]
@@ -58,6 +61,7 @@ class Family:
     default_fields: Callable[[LlamaConfig, int], dict[str, Any]] = lambda target, num_tokens: {}
     fuse: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, features: features
     feed_back: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, h: h
+    method: Callable[[DraftConfig], str] = lambda config: config.family
     pass_through: Callable[[Params], Params] | None = None
     may_share_kv: bool = False
     is_trained_in_chains: bool = False

@@ -1,6 +1,6 @@
 """Draft families, one file each; a new one is a `Family` and a line here."""
 
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import FIRST_FAMILY, DraftConfig
 from poss_jax.config.reading import UserError
 from poss_jax.model.families.eagle import EAGLE
 from poss_jax.model.families.eagle3 import EAGLE3
@@ -13,8 +13,22 @@ FAMILIES: dict[str, Family] = {"eagle": EAGLE, "eagle3": EAGLE3, "mtp": MTP}
 
 
 def family_of(config: DraftConfig) -> Family:
-    """Finds the family of a draft; see `find_family`."""
-    return find_family(config.family)
+    """Finds the family of a draft.
+
+    Raises:
+      UserError: no family has this name, or this one has no such drafts.
+    """
+    family = find_family(config.family)
+    items = {path.partition("/")[0] for path in family.parameters}
+    has_layers = "further" in items and (family.is_trained_in_chains or not config.is_looped)
+    for key, is_unfit in (
+        ("has_embedding", config.has_embedding and "embed" not in items),
+        ("mask_token", config.mask_token is not None and "mask" not in items),
+        ("layers_per_specialist", config.num_further and not has_layers),
+    ):
+        if is_unfit:
+            raise UserError(f"{key}: the family {config.family} has no such drafts; leave it out")
+    return family
 
 
 def find_family(name: str) -> Family:
@@ -26,6 +40,17 @@ def find_family(name: str) -> Family:
     if name not in FAMILIES:
         raise UserError(f"draft family: want one of {', '.join(FAMILIES)}, got {name!r}")
     return FAMILIES[name]
+
+
+def method_of(config: DraftConfig) -> str:
+    """Names the method of a draft, by family, spans, layers and trained depth."""
+    family, spans = family_of(config), config.positions_per_specialist
+    deep = f"-deep{config.num_further + 1}" if config.num_further else ""
+    if len(spans) == 1:
+        return family.method(config) + deep
+    digits = spans[:1] if len({*spans}) == 1 else spans
+    suffix = "" if config.family == FIRST_FAMILY else f"-{config.family}"
+    return f"poss{''.join(map(str, digits))}{deep}{suffix}"
 
 
 def init_draft(config: DraftConfig, key: Array) -> Params:

@@ -88,6 +88,7 @@ EAGLE = Family(
     join_tokens=join_tokens,
     join_features=join_features,
     read=read,
+    method=lambda config: "eagle2" if config.trained_depth == 1 else "hass",
     pass_through=pass_through,
     may_share_kv=True,
 )

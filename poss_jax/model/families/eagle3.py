@@ -229,5 +229,6 @@ EAGLE3 = Family(
     default_fields=default_fields,
     fuse=fuse,
     feed_back=feed_back,
+    method=lambda config: config.family if config.mask_token is None else "p-eagle",
     is_trained_in_chains=True,
 )

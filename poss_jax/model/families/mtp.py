@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
-from poss_jax.config.reading import UserError
 from poss_jax.model.families.eagle import read
 from poss_jax.model.families.eagle3 import join_features, join_tokens
 from poss_jax.model.layers import (
@@ -27,7 +26,7 @@ from poss_jax.model.layers import (
     linear_rows,
     norm_row,
 )
-from poss_jax.model.specialists import Family, add_layers, draw_specialists
+from poss_jax.model.specialists import Family, draw_specialists
 from poss_jax.shapes import Array, Float, Params
 
 
@@ -61,12 +60,9 @@ class Specialist(DecoderLayer):
 
 def init(config: DraftConfig, key: Array) -> Params:
     """Draws a random draft: `{"specialists": [...]}`."""
-    if config.num_further:
-        raise UserError("layers_per_specialist: a specialist of the family mtp has one layer")
     keys = jax.random.split(key, config.num_specialists)
     width = 2 * config.layer.hidden_size
-    draft = {"specialists": draw_specialists(layer, config, list(keys), width=width)}
-    return add_layers(draft, config, key)
+    return {"specialists": draw_specialists(layer, config, list(keys), width=width)}
 
 
 def layer(config: DraftConfig) -> Specialist:
