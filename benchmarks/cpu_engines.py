@@ -86,7 +86,7 @@ def list_peers(alone: Engine, gguf: Path, servers: Mapping[str, str]) -> dict[st
       servers: addresses of further programs, by name.
     """
     drafted = alone.load_draft(default_drafts()[DRAFT])
-    copying = drafted.with_tree(drafted.trees, lookup=default_lookup(drafted.drafting))
+    copying = drafted.with_tree(drafted.trees, lookup=default_lookup(drafted.settings.drafting))
     peers = {
         "autoregressive": Peer("int8", lambda: our_engine(alone)),
         DRAFT: Peer("int8", lambda: our_engine(drafted)),

@@ -38,7 +38,7 @@ from benchmarks.options import Schema, make_parser, read_schemas
 from benchmarks.python_models import python_model
 from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
-from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.decoding import EngineConfig, SamplingConfig
 from poss_jax.config.paths import child_python
 from poss_jax.data.progress import progress_bar
 from poss_jax.engine.engine import Engine
@@ -325,7 +325,7 @@ def resident_mib(pid: int) -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs all parts."""
-    engine = Engine.load(args.target, args.draft, max_length=args.max_length)
+    engine = Engine.load(args.target, args.draft, EngineConfig(max_length=args.max_length))
     cases, mixed = (
         make_cases(engine, args.max_new_tokens, is_mixed=is_mixed) for is_mixed in (False, True)
     )
@@ -333,7 +333,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         load = run_load(url, pid, mixed, num_clients=args.clients, seconds=args.seconds)
         report: dict[str, Any] = {"load": asyncio.run(load)}
         throughput = {"with draft": measure_throughput(args, engine, url, cases)}
-    engine = Engine.load(args.target, max_length=args.max_length)
+    engine = Engine.load(args.target, settings=EngineConfig(max_length=args.max_length))
     cases = make_cases(engine, args.max_new_tokens)
     with serve(args, None) as (_, url):
         throughput["without"] = measure_throughput(args, engine, url, cases)

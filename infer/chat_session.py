@@ -75,7 +75,7 @@ class Chat:
         self._engine, self._config = engine, config
         self._screen = Screen(
             shows_drafts=engine.draft_config is not None and not config.plain,
-            shows_copies=engine.lookup > 0 and not config.plain,
+            shows_copies=engine.settings.lookup > 0 and not config.plain,
         )
         self._compiled: set[object] = set()
         self._num_asked = 0
@@ -181,7 +181,7 @@ class Chat:
             raise UserError("/compare: want a draft to compare with; start with --draft DIR")
         plain = self._answer(self._engine.with_tree({1: None}), self.last.prompt)
         say(plain.describe())
-        say(compare(self.last, plain, has_own_texts=self._engine.drafting == "sampled"))
+        say(compare(self.last, plain, has_own_texts=self._engine.settings.drafting == "sampled"))
 
     def reset(self, text: str) -> None:
         """Forgets the conversation."""

@@ -145,7 +145,7 @@ def answer_prompts(config: GenerateConfig) -> None:
     is_one = len(config.precompile) < 2
     for length in progress_bar(config.precompile, desc="compile", disable=is_one):
         engine.precompile([length], batch_size=config.batch_size)
-    has_copies = config.show_drafts and engine.lookup > 0
+    has_copies = config.show_drafts and engine.settings.lookup > 0
     screen = Screen(shows_drafts=config.show_drafts, shows_copies=has_copies)
     total = sum(len(dialogue.remaining) for dialogue in dialogues)
     answers = answer_dialogues(engine, dialogues, config, screen)

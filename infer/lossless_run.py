@@ -68,8 +68,9 @@ class Setting:
     @property
     def name(self) -> str:
         tree = f"{self.tree.depth}/{self.tree.top_k}/{self.tree.num_nodes}"
-        drafting = "" if self.engine.drafting == "coupled" else f", {self.engine.drafting} drafts"
-        lookup = f", lookup {self.engine.lookup}" if self.engine.lookup else ""
+        settings = self.engine.settings
+        drafting = "" if settings.drafting == "coupled" else f", {settings.drafting} drafts"
+        lookup = f", lookup {settings.lookup}" if settings.lookup else ""
         return f"{self.draft}, tree {tree}, batch {self.batch_size}{drafting}{lookup}"
 
 

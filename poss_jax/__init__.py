@@ -24,7 +24,7 @@ from poss_jax.config import __version__
 
 if TYPE_CHECKING:
     from poss_jax.bundled.default import default_drafts, default_target
-    from poss_jax.config.decoding import SamplingConfig
+    from poss_jax.config.decoding import EngineConfig, SamplingConfig
     from poss_jax.config.models import TreeConfig
     from poss_jax.config.reading import UserError
     from poss_jax.engine.answers import Chunk, Generation
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Chunk",
     "Engine",
+    "EngineConfig",
     "Generation",
     "SamplingConfig",
     "Scheduler",
@@ -48,7 +49,7 @@ __all__ = [
 
 _PLACES = {
     "bundled.default": ["default_drafts", "default_target"],
-    "config.decoding": ["SamplingConfig"],
+    "config.decoding": ["EngineConfig", "SamplingConfig"],
     "config.models": ["TreeConfig"],
     "config.reading": ["UserError"],
     "engine.answers": ["Chunk", "Generation"],

@@ -37,6 +37,7 @@ from make_format_v1 import PROMPT, TREE
 
 from poss_jax import Engine, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_draft, load_target
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.decode import speculate
 from poss_jax.model.documents import encode
 from poss_jax.model.target import stack_layers
@@ -103,7 +104,7 @@ def recorded_scores(model: golden.Golden) -> Dump:
 
 def format_v1() -> Dump:
     folder = golden.ROOT / "format_v1"
-    engine = Engine.load(folder / "target", folder / "draft", tree=TREE)
+    engine = Engine.load(folder / "target", folder / "draft", EngineConfig(tree=TREE))
     yield from texts(engine.generate([PROMPT], max_new_tokens=24))
     yield from under("target", parameters(folder / "target"))
     yield from under("draft", parameters(folder / "draft", folder / "target"))
@@ -122,7 +123,7 @@ def tiny_models(folder: Path) -> Dump:
         yield f"{name}/metrics", json.dumps(programs.metrics(run), indent=1)
         yield from under(name, parameters(run / "model", None if name == "target" else target))
     engines = {
-        name: Engine.load(target, trained[name] / "model", tree=SMALL)
+        name: Engine.load(target, trained[name] / "model", EngineConfig(tree=SMALL))
         for name in ("eagle", "poss3", "poss3_shared")
     }
     engines["uncoupled"] = engines["poss3"].with_tree(SMALL, drafting="argmax")

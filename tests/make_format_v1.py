@@ -18,6 +18,7 @@ import numpy as np
 
 from poss_jax.checkpoint.folder import write_model
 from poss_jax.checkpoint.record import new_record, provenance, target_identity
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
 from poss_jax.data.tokenizer import train_tokenizer
 from poss_jax.engine.engine import Engine
@@ -87,7 +88,7 @@ def main(folder: Path) -> None:
         train_tokenizer(["a small tokenizer of a small model"] * 9, 272, Path(tokenizer))
         write(folder / "target", TARGET, Path(tokenizer))
         write(folder / "draft", DRAFT, Path(tokenizer))
-    engine = Engine.load(folder / "target", folder / "draft", tree=TREE)
+    engine = Engine.load(folder / "target", folder / "draft", EngineConfig(tree=TREE))
     (answer,) = engine.generate([PROMPT], max_new_tokens=24)
     (plain,) = Engine.load(folder / "target").generate([PROMPT], max_new_tokens=24)
     assert answer.output_ids == plain.output_ids

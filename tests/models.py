@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from poss_jax.checkpoint.record import TargetIdentity, new_record
-from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.decoding import EngineConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, MeshConfig
 from poss_jax.engine.engine import Engine
 from poss_jax.learn.recursion import DraftInputs, first_version, predict, take_specialist, unroll
 from poss_jax.model.families import init_draft
@@ -145,10 +146,12 @@ def make_engine(
     draft: Params | None = None,
     *,
     vocabulary: Sequence[int] | None = None,
-    **options: Any,
+    mesh: MeshConfig | None = None,
+    **settings: Any,
 ) -> Engine:
     """An engine without a tokenizer; of a draft that is to be drawn, its shape is enough."""
-    engine = Engine(new_record(llama, IDENTITY, tokenizer_from=None), target, **options)
+    record = new_record(llama, IDENTITY, tokenizer_from=None)
+    engine = Engine(record, target, EngineConfig(**settings), mesh=mesh)
     if config is None:
         return engine
     record = new_record(config, IDENTITY, tokenizer_from=None, draft_vocabulary=vocabulary)

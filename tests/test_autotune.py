@@ -29,6 +29,7 @@ from infer.tune.search import (
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.record import DraftVocabulary, read_record, write_draft_vocabulary
 from poss_jax.config.bench import BenchConfig
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine import trees as tree_files
@@ -184,11 +185,12 @@ def test_tuned_trees_are_those_of_an_engine_without_a_tree(runs, tmp_path, caplo
         engine = Engine.load(runs.model("target"), draft)
     assert engine.trees == trees
     assert f"{path}, tuned for this draft and device" in caplog.text
-    copying = Engine.load(runs.model("target"), draft, lookup=9)
+    copying = Engine.load(runs.model("target"), draft, EngineConfig(lookup=9))
     assert copying.trees == trees
     chains = [copying.decode_config(9, batch_size).num_copied for batch_size in (1, 4)]
     assert chains == [SMALL.num_nodes - 1, 0]
-    assert Engine.load(runs.model("target"), draft, tree=CPU_TREE).trees == {1: CPU_TREE}
+    chosen = Engine.load(runs.model("target"), draft, EngineConfig(tree=CPU_TREE))
+    assert chosen.trees == {1: CPU_TREE}
     assert engine.load_draft(runs.model("poss2")).trees == {1: CPU_TREE}
     assert engine.with_tree(CPU_TREE).load_draft(draft).trees == {1: CPU_TREE}
 
@@ -295,7 +297,7 @@ def test_the_fastest_vocabulary_is_kept_beside_the_trees(runs, tmp_path, monkeyp
     tuned = Engine.load(runs.model("target"), draft)
     assert tuned.trees == {1: SMALL}
     assert len(tuned.weights.draft["head"]["weight"]) == (3 if wins else 300)
-    chosen = Engine.load(runs.model("target"), draft, tree=SMALL)
+    chosen = Engine.load(runs.model("target"), draft, EngineConfig(tree=SMALL))
     assert len(chosen.weights.draft["head"]["weight"]) == 300
 
 

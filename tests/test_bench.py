@@ -20,7 +20,7 @@ from infer.bench.summary import show_example
 from infer.lossless import main as lossless
 from infer.tune.__main__ import main as tune
 from poss_jax.config.bench import BenchConfig, MethodConfig
-from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.decoding import EngineConfig, SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.engine.dialogue import read_dialogues
@@ -81,7 +81,7 @@ def test_bench_by_flags(flags, tmp_path, capsys) -> None:
 def test_the_example_is_what_a_stream_shows(runs: Runs) -> None:
     model = runs.model("poss2")
     engine = Engine.load(
-        runs.model("target"), draft=model, tree=TreeConfig(depth=3, top_k=2, total_tokens=6)
+        runs.model("target"), model, EngineConfig(tree=TreeConfig(depth=3, top_k=2, total_tokens=6))
     )
     prompt = engine.prepare("def area_7", max_new_tokens=N)
     chunks = list(engine.decode_rounds(prompt))
@@ -210,7 +210,7 @@ def test_methods_decode_as_they_say(runs: Runs) -> None:
         lookup=3,
     )
     engines = {decoder.name: decoder.engine for decoder in load_decoders(config)}
-    assert {name: engine.lookup for name, engine in engines.items()} == {
+    assert {name: engine.settings.lookup for name, engine in engines.items()} == {
         "autoregressive": 0,
         "plain": 3,
         "small": 3,
@@ -224,7 +224,8 @@ def test_methods_decode_as_they_say(runs: Runs) -> None:
         "small": {1: small},
         "sampled": {1: CPU_TREE},
     }
-    assert {name for name, one in engines.items() if one.drafting == "sampled"} == {"sampled"}
+    drafting = {name: engine.settings.drafting for name, engine in engines.items()}
+    assert [name for name in drafting if drafting[name] == "sampled"] == ["sampled"]
     heads = {name: one.weights.target["head"]["weight"] for name, one in engines.items()}
     assert {name for name, head in heads.items() if isinstance(head, Quantised)} == {"int8"}
     assert all(heads[name] is heads["autoregressive"] for name in ("plain", "small", "sampled"))

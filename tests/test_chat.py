@@ -11,7 +11,7 @@ from programs import Runs, copy_model, refusal
 import poss_jax
 from infer.chat import main
 from infer.chat_session import Answered, Chat, compare, read_lines
-from poss_jax.config.decoding import ChatConfig
+from poss_jax.config.decoding import ChatConfig, EngineConfig
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.prompts import PreparedPrompt, with_seed
 from poss_jax.program.running import BRACKETS, BRACKETS_OF_COPIES
@@ -23,7 +23,7 @@ FIRST, SECOND = ({"role": "user", "content": text} for text in ("def area_7", "d
 
 @pytest.fixture(scope="module")
 def engine(runs: Runs) -> poss_jax.Engine:
-    return poss_jax.Engine.load(runs.model("target"), runs.model("poss2"), tree=TREE)
+    return poss_jax.Engine.load(runs.model("target"), runs.model("poss2"), EngineConfig(tree=TREE))
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def test_help_lists_all_commands(engine, capsys) -> None:
 
 
 def test_the_oldest_turns_make_room(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = poss_jax.Engine.load(runs.model("target"), max_length=96)
+    engine = poss_jax.Engine.load(runs.model("target"), settings=EngineConfig(max_length=96))
     chat = chat_session(engine)
     lines = said(capsys, chat, *[f"def area_{n}(width)" for n in range(6)])
     assert any("the conversation is long: " in line for line in lines)

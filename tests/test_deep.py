@@ -23,6 +23,7 @@ from programs import DRAFT, POSS2, Runs, config_file, generate, metrics, refusal
 
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
@@ -129,7 +130,7 @@ class Crash(Exception):
 def test_a_deep_draft_of_8_bits_writes_the_same_texts() -> None:
     target = quantise_target(random_target(LLAMA), "int8")
     record = new_record(LLAMA, IDENTITY, tokenizer_from=None, quantised="int8")
-    alone = Engine(record, target, tree=TreeConfig(depth=2, top_k=2, total_tokens=5))
+    alone = Engine(record, target, EngineConfig(tree=TreeConfig(depth=2, top_k=2, total_tokens=5)))
     draft = new_record(DEEP, IDENTITY, tokenizer_from=None)
     deep = alone.with_draft(draft, random_draft(DEEP))
     for layer in deep.weights.draft["further"]:

@@ -34,7 +34,7 @@ from poss_jax.checkpoint.record import (
     with_vocabulary,
     write_draft_vocabulary,
 )
-from poss_jax.config.decoding import GenerateConfig
+from poss_jax.config.decoding import EngineConfig, GenerateConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
@@ -293,7 +293,7 @@ def golden(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Golden:
 @pytest.mark.slow
 def test_acceptance_of_trained_drafts(golden: Golden) -> None:
     """Half of the bytes serve as well as all; ids off by one are almost never accepted."""
-    engine = Engine(golden.target_record, golden.target, tree=TREE)
+    engine = Engine(golden.target_record, golden.target, EngineConfig(tree=TREE))
     prompts = [case["prompt"] for case in golden.recorded("generate")["cases"][:3]]
     call: dict[str, Any] = {"max_new_tokens": 64, "batch_size": 3}
     alone = engine.generate(prompts, **call)
@@ -318,9 +318,10 @@ def test_a_draft_with_its_own_head_keeps_its_vocabulary(tmp_path: Path) -> None:
     golden = load_golden(tmp_path, METHODS_E3[-1])
     path = tmp_path / "v.json"
     write_draft_vocabulary(path, DraftVocabulary(vocab_size=260, tokens=(1, 2)))
-    engine = Engine(golden.target_record, golden.target)
+    settings = EngineConfig(draft_vocabulary=str(path))
+    engine = Engine(golden.target_record, golden.target, settings)
     with pytest.raises(UserError, match="a draft with its own head keeps its vocabulary"):
-        engine.load_draft(golden.draft_folder, vocabulary=path, dtype=jnp.float32)
+        engine.load_draft(golden.draft_folder)
     record = replace(golden.draft_record, draft_vocabulary=None)
     with pytest.raises(UserError, match="a draft with its own head"):
         with_vocabulary(record, (1, 2), origin="x")

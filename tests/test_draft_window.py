@@ -13,6 +13,7 @@ from test_used_rows import arrays
 
 from benchmarks.python_models import python_model
 from infer.generate import main
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.engine.engine import Engine
 from poss_jax.model.cache import attend_cached, newest_rows
@@ -67,7 +68,7 @@ def test_an_engine_with_a_window_writes_the_same_text():
     tree = TreeConfig(depth=2, top_k=2, total_tokens=5)
     texts = []
     for window in (None, 2):
-        engine = Engine.load(target, draft, tree=tree, draft_window=window)
+        engine = Engine.load(target, draft, EngineConfig(tree=tree, draft_window=window))
         assert engine.draft_config is not None and engine.draft_config.window == window
         texts += engine.generate(["def read_lines(path):\n"], max_new_tokens=24)
     assert texts[0].output_ids == texts[1].output_ids

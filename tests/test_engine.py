@@ -17,6 +17,7 @@ from watch import Watch
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import read_record
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.decode import speculate
 from poss_jax.engine.batch import FixedBatch
@@ -218,7 +219,7 @@ def test_calls_that_are_refused(plain, prompts, settings, error) -> None:
 
 
 def test_max_length_can_be_set(runs: Runs) -> None:
-    short = Engine.load(runs.model("target"), max_length=30)
+    short = Engine.load(runs.model("target"), settings=EngineConfig(max_length=30))
     assert len(short.prepare([7] * 6, 24).ids) == 6
     with pytest.raises(UserError, match=r"do not fit a length of 30; .* or raise max_length"):
         short.prepare([7] * 7, 24)
@@ -239,7 +240,7 @@ SMALL = TreeConfig(depth=3, top_k=2, total_tokens=6)
 
 @pytest.fixture(scope="module")
 def small(runs: Runs) -> Engine:
-    return Engine.load(runs.model("target"), runs.model("poss2"), tree=SMALL)
+    return Engine.load(runs.model("target"), runs.model("poss2"), EngineConfig(tree=SMALL))
 
 
 def test_a_request_has_one_answer_alone_and_in_any_batch(small: Engine) -> None:
@@ -314,16 +315,18 @@ def test_what_is_no_prompt_is_one_line(plain, monkeypatch, prompts) -> None:
         plain.generate(prompts if isinstance(prompts, list) else [prompts], max_new_tokens=1)
 
 
-@pytest.mark.parametrize("max_length", [0, 1])
-def test_a_length_without_room_for_an_answer_is_refused(runs: Runs, max_length: int) -> None:
-    with pytest.raises(UserError, match=f"^max_length: want 2 or more, .*, got {max_length}$"):
-        Engine.load(runs.model("target"), max_length=max_length)
+def test_a_length_without_room_for_an_answer_is_refused(runs: Runs) -> None:
+    with pytest.raises(UserError, match=r"^max_length: want 2 or more, .*, got 1$"):
+        Engine.load(runs.model("target"), settings=EngineConfig(max_length=1))
+    with pytest.raises(ValueError, match="max_length"):
+        EngineConfig(max_length=0)
 
 
 def test_a_length_beyond_the_target_s_own_is_warned_of(runs, caplog) -> None:
     most = Engine.load(runs.model("target")).max_length
     assert not caplog.messages
-    assert Engine.load(runs.model("target"), max_length=most + 1).max_length == most + 1
+    longer = Engine.load(runs.model("target"), settings=EngineConfig(max_length=most + 1))
+    assert longer.max_length == most + 1
     assert f"max_length {most + 1} is more than the {most} tokens" in caplog.text
 
 
@@ -333,7 +336,7 @@ def test_a_length_beyond_the_target_s_own_is_warned_of(runs, caplog) -> None:
 
 def test_trees_are_chosen_by_batch_size(runs: Runs) -> None:
     trees = {2: SMALL, 4: None}
-    engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=trees)
+    engine = Engine.load(runs.model("target"), runs.model("poss2"), EngineConfig(tree=trees))
     chosen = [engine.decode_config(N, batch_size) for batch_size in (1, 2, 3, 4, 9)]
     assert [config.tree for config in chosen[:3]] == [SMALL] * 3
     assert [config.draft is None for config in chosen] == [False, False, False, True, True]
@@ -352,7 +355,7 @@ def test_trees_that_were_tuned_are_those_of_one_draft(runs, monkeypatch) -> None
 
 def test_tree_that_asks_for_too_much_is_clamped_and_said_once(runs, caplog) -> None:
     tree = TreeConfig(depth=2, top_k=3, total_tokens=60)
-    engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=tree)
+    engine = Engine.load(runs.model("target"), runs.model("poss2"), EngineConfig(tree=tree))
     assert engine.trees[1] == TreeConfig(depth=2, top_k=3, total_tokens=3 + 9 + 1)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and record.name == "poss_jax.engine"
@@ -407,17 +410,18 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(plain, monkeypatch) -> No
 @pytest.mark.parametrize("quantise", [None, "int8"])
 @pytest.mark.parametrize("tensor", [1, 4])
 def test_a_target_that_cannot_fit_is_not_read(runs, monkeypatch, quantise, tensor) -> None:
-    settings = {"quantise": quantise, "mesh": MeshConfig(tensor=tensor), "dtype": jnp.bfloat16}
+    call = {"mesh": MeshConfig(tensor=tensor), "dtype": jnp.bfloat16}
+    call["settings"] = EngineConfig(quantise=quantise)
     memory = "poss_jax.engine.device.device_memory"
-    leaves = jax.tree.leaves(Engine.load(runs.model("target"), **settings).weights.target)
+    leaves = jax.tree.leaves(Engine.load(runs.model("target"), **call).weights.target)
     needed = bytes_per_device(list({id(leaf): leaf for leaf in leaves}.values()))
     monkeypatch.setattr(memory, lambda: needed)
-    Engine.load(runs.model("target"), **settings)
+    Engine.load(runs.model("target"), **call)
     monkeypatch.setattr(memory, lambda: needed - 1)
     monkeypatch.setattr("poss_jax.engine.models.load_target", None)
     advice = "spread" if quantise else "quantise it"
     with pytest.raises(UserError, match=f"at least 0.0 GiB of each device, .* 0.0 GiB; {advice}"):
-        Engine.load(runs.model("target"), **settings)
+        Engine.load(runs.model("target"), **call)
 
 
 def test_memory_of_this_device() -> None:
@@ -430,5 +434,5 @@ def test_draft_of_other_weights_needs_permission(runs: Runs, tmp_path: Path) -> 
     folder = copy_model(runs.model("target"), tmp_path / "model", target=other)
     with pytest.raises(UserError, match="was made for target, got the target another with another"):
         Engine.load(folder, runs.model("poss2"))
-    engine = Engine.load(folder, runs.model("poss2"), allow_target_mismatch=True)
+    engine = Engine.load(folder, runs.model("poss2"), EngineConfig(allow_target_mismatch=True))
     assert engine.draft_config == read_record(runs.model("poss2")).draft

@@ -10,6 +10,7 @@ from make_format_v1 import DRAFT, PROMPT, TARGET, TREE, params_of
 
 from poss_jax.checkpoint.folder import load_draft, load_target, verify_model
 from poss_jax.checkpoint.record import read_record
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.engine import Engine
 
@@ -45,7 +46,7 @@ def test_tokenizer(folder):
 
 
 def test_decoding(folder):
-    engine = Engine.load(folder / "target", folder / "draft", tree=TREE)
+    engine = Engine.load(folder / "target", folder / "draft", EngineConfig(tree=TREE))
     (answer,) = engine.generate([PROMPT], max_new_tokens=24)
     expected = json.loads((folder / "decoded.json").read_text())
     assert answer.output_ids == expected["output_ids"]

@@ -15,6 +15,7 @@ from gguf_texts import varied_texts
 from models import stacked
 
 from poss_jax.checkpoint.folder import load_target
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.engine import Engine
 from poss_jax.model.documents import encode
@@ -98,7 +99,7 @@ def test_logits_are_those_of_transformers(target, model):
 @pytest.mark.slow
 @pytest.mark.optimised
 def test_greedy_answers_are_those_of_transformers_up_to_near_ties(target, model):
-    engine = Engine.load(target, max_length=256)
+    engine = Engine.load(target, settings=EngineConfig(max_length=256))
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     ties = 0
     for answer in engine.generate(chats, max_new_tokens=64):

@@ -12,6 +12,7 @@ from golden import METHODS, TREES, Golden, load_golden, read_npz
 from models import predict_depths
 from plain_step import PlainBatch, plain_gradients
 
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.decode import drafting, speculate
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
@@ -169,7 +170,7 @@ def pad_prompts(prompts: list[list[int]], *, limit: int, stop_ids=NO_STOP) -> Re
 
 def generate(golden: Golden, suffix: str, prompts: list) -> list:
     """Continues (prompt, stop ids) one by one, through the engine's own compiled program."""
-    engine = Engine(golden.target_record, golden.target, tree=golden.trees[suffix])
+    engine = Engine(golden.target_record, golden.target, EngineConfig(tree=golden.trees[suffix]))
     engine = engine.with_draft(golden.draft_record, golden.draft)
     prepared = [PreparedPrompt(ids, 96, stop_ids=stop_ids.tolist()) for ids, stop_ids in prompts]
     return engine.decode(prepared)

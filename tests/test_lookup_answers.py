@@ -27,7 +27,7 @@ from poss_jax import (
     UserError,
 )
 from poss_jax.config.bench import BenchConfig, MethodConfig
-from poss_jax.config.decoding import GenerateConfig
+from poss_jax.config.decoding import EngineConfig, GenerateConfig
 from poss_jax.config.models import DraftConfig
 from poss_jax.engine import trees
 from poss_jax.engine.answers import Chunk
@@ -91,7 +91,7 @@ def test_copies_change_no_text(config, options, batch_size, alone) -> None:
     for answer in answers:
         counts = zip(answer.copied_per_round, answer.accepted_per_round, strict=True)
         assert all(copied <= accepted <= engine.max_accepted for copied, accepted in counts)
-        assert max(answer.copied_per_round) <= engine.lookup
+        assert max(answer.copied_per_round) <= engine.settings.lookup
 
 
 @pytest.mark.parametrize("config", [POSS, None], ids=["PosS", "no draft"])
@@ -175,7 +175,9 @@ def test_streams_tell_copies_from_drafts() -> None:
 @pytest.mark.slow
 def test_eight_clients_with_and_without_copies(runs: Runs) -> None:
     """Every third one hangs up within its text."""
-    engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=TREE, lookup=LOOKUP)
+    engine = Engine.load(
+        runs.model("target"), runs.model("poss2"), EngineConfig(tree=TREE, lookup=LOOKUP)
+    )
     ways = [{"draft": False}, {"lookup": False}, {}]
     asked = [{"prompt": "def area_7(width, heig" * 2 + "ht" * n, "seed": n} for n in range(8)]
 
@@ -254,7 +256,9 @@ def test_a_method_with_sampled_drafts_is_refused() -> None:
 
 
 def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(UserError, match="lookup: want 0 or more copies, got -1"):
+    with pytest.raises(
+        UserError, match="lookup: Input should be greater than or equal to 0, got -1"
+    ):
         draw_engine(TREE).with_tree(TREE, lookup=-1)
 
 
@@ -291,4 +295,4 @@ def test_no_tree_and_lookup_leave_out_the_draft(runs: Runs) -> None:
 def test_a_draft_on_cpu_is_joined_by_copies(runs, monkeypatch, device, settings, lookup) -> None:
     models = {"target": runs.model("target"), "draft": runs.model("poss2")}
     monkeypatch.setattr(trees.jax, "default_backend", lambda: device)
-    assert load_engine(GenerateConfig(question="?", **models | settings)).lookup == lookup
+    assert load_engine(GenerateConfig(question="?", **models | settings)).settings.lookup == lookup

@@ -21,6 +21,7 @@ from infer.bench import measure, phases
 from infer.bench.costs import DEVICES
 from infer.tune import search
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.decode.tree import root_tree
 from poss_jax.engine import device
@@ -205,7 +206,8 @@ def test_loaded_weights_are_those_of_one_device(fixtures: Path, num_kv_heads: in
     folder = fixtures / "format_v1"
     mesh = MeshConfig(data=-1, tensor=num_kv_heads)
     engines = [
-        Engine.load(folder / "target", folder / "draft", tree=TREE, mesh=m) for m in (mesh, None)
+        Engine.load(folder / "target", folder / "draft", EngineConfig(tree=TREE), mesh=m)
+        for m in (mesh, None)
     ]
     cut, whole = (jax.tree.leaves(engine.weights) for engine in engines)
     assert sum(not leaf.sharding.is_fully_replicated for leaf in cut) > 10

@@ -9,7 +9,7 @@ from test_asking import CHATML, make_tokenizer, of_transformers, user
 from test_text import byte_fallback, byte_level
 
 from poss_jax import Engine
-from poss_jax.config.decoding import SamplingConfig, ServeConfig
+from poss_jax.config.decoding import EngineConfig, SamplingConfig, ServeConfig
 from poss_jax.data.tokenizer import CHAT_TEMPLATE
 from poss_jax.engine.answers import Chunk, TokenLogprobs
 from poss_jax.engine.prompts import PreparedPrompt
@@ -43,7 +43,7 @@ class Tokenising(Engine):
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.max_length, self.stop_ids = tokenizer, 1000, [2]
         self.target_config: Any = SimpleNamespace(vocab_size=10_000)
-        self.fingerprint, self.draft_config, self.lookup = "", None, 0
+        self.fingerprint, self.draft_config, self.settings = "", None, EngineConfig()
         self.recommended = SamplingConfig()
 
 

@@ -28,6 +28,7 @@ from test_eagle3_variants import STEPS, T, draft_chains, train_chains
 from benchmarks.python_models import python_model
 from poss_jax.checkpoint.folder import load_draft, write_model
 from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import RopeConfig, TreeConfig
 from poss_jax.engine.engine import Engine
 from poss_jax.model.parameters import split_items
@@ -226,7 +227,7 @@ def count_ours(folder: Path, case: str, golden: Golden, drafted: int) -> tuple[A
     draft = place(folder, f"again-{case}-{drafted}")
     run("draft", source=place(folder, case), target=golden.target_folder, output=draft)
     tree = TreeConfig(depth=drafted, top_k=1, total_tokens=drafted + 1)
-    engine = Engine.load(golden.target_folder, draft, tree=tree, dtype=jnp.float32)
+    engine = Engine.load(golden.target_folder, draft, EngineConfig(tree=tree), dtype=jnp.float32)
     answers = engine.generate(prompts_of(golden), max_new_tokens=TOKENS + drafted, batch_size=8)
     counts: list[int] = []
     for answer in answers:
@@ -367,7 +368,7 @@ def test_speculators_computes_the_same_logits(name, folder, of_speculators, mode
 
 
 def test_clients_of_the_server(report: list[dict[str, str]]) -> None:
-    engine = Engine.load(python_model("target"), max_length=1024)
+    engine = Engine.load(python_model("target"), settings=EngineConfig(max_length=1024))
     engine.tokenizer.chat_template = tokenizer_of("chatml, tools").chat_template
     with serving(engine) as served:
         rows = json.loads(peer("clients", "clients", served.url).splitlines()[-1])

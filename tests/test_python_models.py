@@ -33,7 +33,7 @@ def texts(svg: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def target() -> poss_jax.Engine:
-    return poss_jax.Engine.load(python_model("target"), tree=TREE)
+    return poss_jax.Engine.load(python_model("target"), settings=poss_jax.EngineConfig(tree=TREE))
 
 
 @pytest.mark.slow  # the notebook says the same of poss3

@@ -32,6 +32,7 @@ from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target, verify_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.bench import BenchConfig
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.decode import speculate
@@ -294,7 +295,7 @@ def test_speculative_equals_autoregressive(kind, is_sampled, tree, batch):
 def test_drafts_of_the_unquantised_target_are_used(runs, quantised):
     """Greedy and sampled, in batches: the text is the quantised target's own."""
     alone = Engine.load(quantised["int8"])
-    engine = Engine.load(quantised["int8"], runs.model("poss2"), tree=TREE)
+    engine = Engine.load(quantised["int8"], runs.model("poss2"), EngineConfig(tree=TREE))
     head = engine.weights.draft["head"]["weight"].values
     assert (
         head.unsafe_buffer_pointer()
@@ -432,7 +433,8 @@ def test_programs_quantise(runs, tmp_path):
     target, draft = runs.model("target"), runs.model("poss2")
     given = ["--prompt", PROMPTS[0], "--quantise", "int8", "--tree", "2/2/5"]
     (line,) = generate(target, draft, tmp_path, *given)
-    (answer,) = Engine.load(target, quantise="int8").generate(PROMPTS[:1], max_new_tokens=6)
+    rounded = Engine.load(target, settings=EngineConfig(quantise="int8"))
+    (answer,) = rounded.generate(PROMPTS[:1], max_new_tokens=6)
     assert line["output_ids"] == answer.output_ids
     config = BenchConfig(target=target, drafts={"P": draft}, quantise="fp8")
     for decoder in load_decoders(config):
@@ -481,7 +483,7 @@ def test_unknown_kinds(runs, tmp_path):
 
 def test_quantising_twice(quantised):
     with pytest.raises(UserError, match=r"is quantised to int8 already; leave out quantise, or "):
-        Engine.load(quantised["int8"], quantise="fp8")
+        Engine.load(quantised["int8"], settings=EngineConfig(quantise="fp8"))
     given = ["--target", quantised["fp8"], "--prompt", "a", "--quantise", "fp8"]
     assert "is quantised to fp8 already" in refusal(generate_main, *given)
 

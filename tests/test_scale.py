@@ -25,7 +25,7 @@ import yaml
 from openai import AsyncOpenAI
 
 from benchmarks.python_models import python_model
-from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.decoding import EngineConfig, SamplingConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import Prompt, prompt_seed
@@ -135,7 +135,9 @@ def proxy(*urls: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine.load(python_model("target"), python_model("poss3"), max_length=MAX_LENGTH)
+    return Engine.load(
+        python_model("target"), python_model("poss3"), EngineConfig(max_length=MAX_LENGTH)
+    )
 
 
 def requests() -> list[Asked]:

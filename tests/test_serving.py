@@ -22,7 +22,7 @@ from test_text import byte_characters, byte_fallback
 
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_target
-from poss_jax.config.decoding import SamplingOptions
+from poss_jax.config.decoding import EngineConfig, SamplingOptions
 from poss_jax.engine.prompts import fold_seed, prompt_seed
 from poss_jax.model.documents import encode
 from poss_jax.model.target import stack_layers
@@ -52,7 +52,7 @@ TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
 
 @pytest.fixture(scope="module")
 def served(runs: Runs) -> Iterator[Served]:
-    engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=TREE)
+    engine = Engine.load(runs.model("target"), runs.model("poss2"), EngineConfig(tree=TREE))
     with serving(engine, sampling=SamplingOptions(temperature=0.0), max_queue=300) as served:
         until(lambda: served.service.is_compiled, seconds=300)
         ready = served.get("/ready")

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from serving import MODEL, Served, request_bytes, serving, until
 
 from poss_jax import Engine, TreeConfig
-from poss_jax.config.decoding import SamplingConfig, SamplingOptions, ServeConfig
+from poss_jax.config.decoding import EngineConfig, SamplingConfig, SamplingOptions, ServeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode.sampling import SETTINGS, Sampling
 from poss_jax.engine.scheduler import Scheduler
@@ -46,7 +46,7 @@ STREAM = request_bytes("/v1/completions", LONG | {"stream": True}, AUTH)
 def served(runs: Runs) -> Iterator[Served]:
     """A server of one slot, with a key and a short queue."""
     tree = TreeConfig(depth=3, top_k=2, total_tokens=6)  # the same programs as in test_serving
-    engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=tree)
+    engine = Engine.load(runs.model("target"), runs.model("poss2"), EngineConfig(tree=tree))
     small = {"batch_size": 1, "slots": (1,), "max_queue": 2, "max_body_mib": 0.25}
     sampling = SamplingOptions(temperature=0.0)
     with serving(engine, api_key=KEY, sampling=sampling, **small) as served:

@@ -23,7 +23,7 @@ from test_mesh import E3, EIGHT, POSS, SAMPLED, TREE, random_engine
 
 from infer import serve
 from poss_jax import Engine, SamplingConfig, UserError
-from poss_jax.config.decoding import ServeConfig
+from poss_jax.config.decoding import EngineConfig, ServeConfig
 from poss_jax.config.models import MeshConfig
 from poss_jax.engine import leader
 from poss_jax.engine.grammar import Grammar
@@ -280,7 +280,7 @@ def check_scores(address: str, engine: Engine) -> None:
 )
 def test_two_processes_serve_one_model_and_end_together(fixtures, tmp_path, told, codes) -> None:
     models = fixtures / "format_v1"
-    engine = Engine.load(models / "target", models / "draft", tree=TREE)
+    engine = Engine.load(models / "target", models / "draft", EngineConfig(tree=TREE))
     settings = [
         {"temperature": 0},
         {"temperature": 1, "seed": 5, "top_p": 0.9, "presence_penalty": 0.5},

@@ -13,6 +13,7 @@ from test_text import byte_fallback
 from infer.generate import main
 from infer.generate_run import Screen
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.engine.text import Piece
 from poss_jax.program.running import BRACKETS, COLOUR, text_marks
 
@@ -24,7 +25,7 @@ SAMPLED = SamplingConfig(temperature=1.2, top_p=0.95, logit_bias={299: 1}, seed=
 
 @pytest.fixture(scope="module")
 def engine(runs: Runs) -> Engine:
-    return Engine.load(runs.model("target"), runs.model("poss2"), tree=TREE)
+    return Engine.load(runs.model("target"), runs.model("poss2"), EngineConfig(tree=TREE))
 
 
 @pytest.fixture(scope="module")

@@ -207,8 +207,8 @@ def _describe_methods(
     report: dict[str, Any] = {
         "device": device_name(),
         "methods": {
-            decoder.name: {"tree": _tree_of(decoder), "drafting": decoder.engine.drafting}
-            | {"lookup": decoder.engine.lookup}
+            decoder.name: {"tree": _tree_of(decoder), "drafting": decoder.engine.settings.drafting}
+            | {"lookup": decoder.engine.settings.lookup}
             | _reduced_head(decoder.engine)
             | journal.methods[decoder.name]
             for decoder in decoders

@@ -93,36 +93,22 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
 
     @cache
     def load_target(quantise: Quantisation | None) -> Engine:
-        return Engine.load(
-            config.target,
-            tree=config.tree,
-            drafting=config.drafting,
-            quantise=quantise,
-            mesh=config.mesh,
-        )
+        settings = config.for_engine(quantise=quantise, lookup=0)
+        return Engine.load(config.target, settings=settings, mesh=config.mesh)
 
     engines = {AUTOREGRESSIVE: load_target(config.quantise)} | {
-        name: _decode_by(method, config, load_target(method.quantise or config.quantise))
+        name: _decode_by(method, config.lookup, load_target(method.quantise or config.quantise))
         for name, method in methods.items()
     }
     return [Decoder(name, engine) for name, engine in engines.items()]
 
 
-def _decode_by(method: MethodConfig, config: BenchConfig, engine: Engine) -> Engine:
-    """Gives a target's engine the tree, draft, drafting and lookup of a method."""
-    if method.tree is not None:
-        engine = engine.with_tree(method.tree)
-    if method.draft is not None:
-        engine = engine.load_draft(
-            method.draft,
-            allow_target_mismatch=config.allow_target_mismatch,
-            vocabulary=method.draft_vocabulary or config.draft_vocabulary,
-            window=method.draft_window or config.draft_window,
-        )
-    lookup = config.lookup if method.lookup is None else method.lookup
-    if method.drafting is not None or lookup:
-        engine = engine.with_tree(engine.trees, drafting=method.drafting, lookup=lookup)
-    return engine
+def _decode_by(method: MethodConfig, lookup: int, engine: Engine) -> Engine:
+    """Gives a target's engine the draft and the settings of a method; `lookup` if it has none."""
+    overrides = {name: value for name, value in vars(method).items() if value is not None}
+    draft = overrides.pop("draft", None)
+    engine = engine.with_settings(replace(engine.settings, **{"lookup": lookup} | overrides))
+    return engine if draft is None else engine.load_draft(draft)
 
 
 def identify(config: BenchConfig, decoders: Sequence[Decoder]) -> dict[str, Any]:

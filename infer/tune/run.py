@@ -37,16 +37,15 @@ def autotune(
     # With an explicit tree the engine does not look for trees that were tuned before.
     tree = config.tree or default_tree()
     baseline, *decoders = load_decoders(replace(config, tree=tree, lookup=0))
-    allowed = {
-        "allow_target_mismatch": config.allow_target_mismatch,
-        "window": config.draft_window,
+    targets = {
+        file: baseline.engine.with_settings(
+            replace(baseline.engine.settings, draft_vocabulary=file)
+        )
+        for file in vocabularies
     }
     tried = {
         d.name: {config.draft_vocabulary: d.engine}
-        | {
-            file: baseline.engine.load_draft(config.drafts[d.name], vocabulary=file, **allowed)
-            for file in vocabularies
-        }
+        | {file: target.load_draft(config.drafts[d.name]) for file, target in targets.items()}
         for d in decoders
     }
     prompts = first_prompts(read_questions(config, baseline.engine))

@@ -1,7 +1,8 @@
 """Settings of the programs that decode."""
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -14,6 +15,7 @@ from poss_jax.config.models import (
     Quantisation,
     ToolFormat,
     TreeConfig,
+    Trees,
 )
 from poss_jax.config.numbers import (
     Bias,
@@ -115,29 +117,53 @@ class SamplingConfig(SamplingOptions):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DecodingConfig:
-    """Settings shared by all decoding programs.
+class EngineConfig:
+    """How an engine loads its models and decodes with them.
 
     Attributes:
-      target: Model folder of the target.
-      max_new_tokens: Most new tokens of an answer.
-      sampling: How tokens are chosen.
       tree: Size of the draft tree; null takes the one tuned for the draft on this kind of device
         (`poss tune`), else the device's default (depth 4, top_k 4 and total_tokens 16 on CPU;
-        6, 10 and 60 on accelerators, less from four requests on).
+        6, 10 and 60 on accelerators, less from four requests on). In Python also trees by batch
+        size, where None decodes without the draft.
       drafting: How drafts propose tokens when sampling (docs/generate.md, "Drafting methods"):
         coupled uses the noise that the target samples with, argmax takes the most likely tokens;
         both leave every text unchanged. sampled draws tokens and keeps them by a ratio test: texts
         have the same distribution, but not the same tokens as without a draft.
       lookup: Most tokens that a round copies from the prompt and the answer so far
         (docs/faster.md, "Copies"), with or without a draft; 0 copies none. Texts stay as they are.
+      max_length: Most tokens of prompt and answer together; null takes the target's own limit.
       allow_target_mismatch: Use a draft made for other weights of the same shape.
       draft_vocabulary: JSON file of the tokens that drafts may propose (docs/generate.md, "Draft
-        vocabularies"); for drafts that share the target's head.
+        vocabularies"), for drafts that share the target's head; null takes the one tuned with the
+        trees, else the draft's own, usually all.
       draft_window: How many of the newest tokens drafts attend, besides the first four
         (docs/generate.md, "Long contexts"); null takes the draft's own, usually all tokens.
       quantise: Round the target's matrices to 8 bits on loading (docs/generate.md, "Quantised
-        targets"); null keeps the stored type.
+        targets"); null keeps the stored type. The draft's layers are rounded like the target's.
+    """
+
+    tree: TreeConfig | Trees | None = None
+    drafting: Drafting = "coupled"
+    lookup: Lookup = 0
+    max_length: Count | None = None
+    allow_target_mismatch: bool = False
+    draft_vocabulary: str | None = None
+    draft_window: Count | None = None
+    quantise: Quantisation | None = None
+
+    def __post_init__(self) -> None:
+        if self.lookup and self.drafting == "sampled":
+            raise ValueError(NO_SAMPLED_COPIES)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DecodingConfig(EngineConfig):
+    """Settings shared by all decoding programs.
+
+    Attributes:
+      target: Model folder of the target.
+      max_new_tokens: Most new tokens of an answer.
+      sampling: How tokens are chosen.
       mesh: Grid of devices (docs/generate.md, "Several devices"); null takes one.
     """
 
@@ -145,17 +171,12 @@ class DecodingConfig:
     max_new_tokens: Count = 256
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     tree: TreeConfig | None = None
-    drafting: Drafting = "coupled"
-    lookup: Lookup = 0
-    allow_target_mismatch: bool = False
-    draft_vocabulary: str | None = None
-    draft_window: Count | None = None
-    quantise: Quantisation | None = None
     mesh: MeshConfig | None = None
 
-    def __post_init__(self) -> None:
-        if self.lookup and self.drafting == "sampled":
-            raise ValueError(NO_SAMPLED_COPIES)
+    def for_engine(self, **changes: Any) -> EngineConfig:
+        """Returns the settings that an engine takes, some changed."""
+        values = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
+        return EngineConfig(**values | changes)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -168,7 +189,6 @@ class AnswerConfig(DecodingConfig):
       lookup: Most tokens that a round copies from the prompt and the answer so far
         (docs/faster.md, "Copies"), with or without a draft; null takes 8 beside a draft on CPU,
         else 0, which copies none. Texts stay as they are.
-      max_length: Most tokens of prompt and answer together; null takes the target's own limit.
       trees: YAML file of draft trees by batch size (docs/generate.md, "Trees by batch size"), or
         none: decode without the draft.
       stop: Text that ends an answer and is left out of it.
@@ -177,7 +197,6 @@ class AnswerConfig(DecodingConfig):
     sampling: SamplingOptions = Field(default_factory=SamplingOptions)
     draft: str | None = None
     lookup: Lookup | None = None
-    max_length: Count | None = None
     trees: str | None = None
     stop: tuple[str, ...] = ()
 

@@ -1,6 +1,7 @@
 """Shapes of models, draft tree and device grid: static arguments of jitted functions."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -356,6 +357,9 @@ class TreeConfig:
 
 ACCELERATOR_TREE = TreeConfig()
 CPU_TREE = TreeConfig(depth=4, top_k=4, total_tokens=16)
+
+Trees = Mapping[int, TreeConfig | None]
+"""Batch size -> tree for that many prompts and more; None decodes them without a draft."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

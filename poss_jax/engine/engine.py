@@ -127,7 +127,7 @@ class Engine(Models):
             but continued tokens, lookup where the engine has none, or (`PromptTooLong`) prompt and
             answer longer than `max_length`.
         """
-        if lookup and not self.lookup:
+        if lookup and not self.settings.lookup:
             raise UserError("lookup: copies want an engine or server with such as --lookup 8")
         sampling, ids = sampling or SamplingConfig(), self.encode(prompt)
         longest = max_length or self.max_length

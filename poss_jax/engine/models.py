@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from poss_jax.bundled.default import find_bundled, recommended_sampling
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
 from poss_jax.checkpoint.record import ModelRecord, read_draft_vocabulary, with_vocabulary
-from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.decoding import EngineConfig, SamplingConfig
 from poss_jax.config.models import (
     DraftConfig,
     Drafting,
@@ -25,9 +25,10 @@ from poss_jax.config.models import (
     MeshConfig,
     Quantisation,
     TreeConfig,
+    Trees,
 )
 from poss_jax.config.paths import AnyPath, as_path
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, change_config
 from poss_jax.data.tokenizer import load_tokenizer, special_ids
 from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.engine.answers import LiveAnswer
@@ -40,7 +41,7 @@ from poss_jax.engine.device import (
     with_rows,
 )
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.trees import Trees, check_lookup, choose_trees, find_tuned, tree_for
+from poss_jax.engine.trees import choose_trees, find_tuned, tree_for
 from poss_jax.model.parameters import check_params, place_params, place_weights
 from poss_jax.model.quantise import Quantised, quantise_specialists, round_rows, sum_values
 from poss_jax.model.sharding import decoding_mesh
@@ -61,8 +62,7 @@ class Models:
       draft_config: shape of the draft; None decodes autoregressively.
       weights: parameters of both, on the device, fused for decoding.
       trees: size of the draft tree per batch size, clamped to what can be drafted.
-      drafting: how the draft proposes tokens when sampling.
-      lookup: most tokens that a round copies from prompt and answer; 0: none.
+      settings: how they were loaded and decode.
       tokenizer: the target's tokenizer; None if the model folder has none (token ids still work).
       stop_ids: tokens that end an answer.
       max_length: most tokens of prompt and answer together.
@@ -75,12 +75,9 @@ class Models:
         self,
         record: ModelRecord,
         params: Params,
+        settings: EngineConfig = EngineConfig(),
         *,
         tokenizer: Any = None,
-        tree: TreeConfig | Trees | None = None,
-        max_length: int | None = None,
-        drafting: Drafting = "coupled",
-        lookup: int = 0,
         mesh: MeshConfig | Mesh | None = None,
     ) -> None:
         """Holds a target; `with_draft` adds a draft.
@@ -89,13 +86,9 @@ class Models:
           record: record of the target.
           params: parameters of the target. The engine keeps some of these arrays: do not donate
             them to a function.
+          settings, mesh: as in `load`.
           tokenizer: the target's tokenizer; None accepts token ids only.
-          tree, max_length, drafting, lookup, mesh: as in `load`.
-
-        Raises:
-          UserError: lookup below 0 or with sampled drafts.
         """
-        check_lookup(lookup, drafting)
         self.record = record
         self.fingerprint = record.fingerprint
         self.target_config = record.llama
@@ -103,20 +96,19 @@ class Models:
         self.mesh = decoding_mesh(mesh)
         self.weights = Weights(fuse(params, self.target_config, self.mesh), {})
         self._own_draft: Params = {}  # the draft's own weights, and `vocabulary`
-        self._given_trees = tree  # None: each draft has its own
-        self.trees = choose_trees(tree)
-        self.drafting: Drafting = drafting
-        self.lookup = lookup
+        self.settings = settings
+        self.trees = choose_trees(settings.tree)
         self.tokenizer = tokenizer
         eos = [] if tokenizer is None else special_ids(tokenizer, "eos")
         self.stop_ids = sorted({*self.target_config.eos_token_ids, *eos})
-        self.max_length = check_length(max_length, self.target_config.max_position_embeddings)
+        limit = self.target_config.max_position_embeddings
+        self.max_length = check_length(settings.max_length, limit)
         self.recommended = SamplingConfig()
 
     @property
     def max_accepted(self) -> int:
         """Most drafted or copied tokens that a round can accept; 0 without a draft and lookup."""
-        if self.draft_config is None and not self.lookup:
+        if self.draft_config is None and not self.settings.lookup:
             return 0
         configs = (self.config_with(tree, 2, self.max_length) for tree in self.trees.values())
         return max(config.max_accepted for config in configs)
@@ -126,16 +118,9 @@ class Models:
         cls: type[ModelsT],
         target: str | AnyPath,
         draft: str | AnyPath | None = None,
+        settings: EngineConfig = EngineConfig(),
         *,
-        tree: TreeConfig | Trees | None = None,
         dtype: Any = None,
-        max_length: int | None = None,
-        drafting: Drafting = "coupled",
-        lookup: int = 0,
-        allow_target_mismatch: bool = False,
-        draft_vocabulary: str | AnyPath | None = None,
-        draft_window: int | None = None,
-        quantise: Quantisation | None = None,
         mesh: MeshConfig | Mesh | None = None,
     ) -> ModelsT:
         """Loads models.
@@ -144,79 +129,39 @@ class Models:
           target: model folder (see `poss convert`), or smollm2, the default one.
           draft: folder of a draft made for it, or the name of a bundled one such as PosS-1; None
             decodes autoregressively.
-          tree: size of the draft tree, or one per batch size (None there: no draft); None: those
-            that were tuned for the draft on this kind of device (see `poss tune`), else
-            `trees.default_trees`.
+          settings: how to load them and to decode, such as EngineConfig(lookup=8).
           dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
-          max_length: most tokens of prompt and answer; None: what the target was made for.
-          drafting: how the draft proposes tokens when sampling: `coupled` and `argmax` leave
-            the output as it is, `sampled` in distribution only (see `DecodingConfig`).
-          lookup: most tokens that a round copies from prompt and answer, with or without a draft;
-            0: none. The output stays as it is (see `DecodingConfig`).
-          allow_target_mismatch: use a draft made for other weights of the same shape.
-          draft_vocabulary: file of the tokens that the draft may propose (see `poss draft-vocab`);
-            None: the one tuned with the trees, else the folder's, usually all tokens.
-          draft_window: newest tokens that the draft attends; None: its folder's, usually all.
-          quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
-            folder holds. The layers of a draft are rounded like its target's.
           mesh: grid of devices, which load their own parts (see `MeshConfig`); None: one device.
 
         Raises:
-          UserError: a folder is missing or broken, the target is quantised already, lookup with
-            sampled drafts, or something does not fit: draft, vocabulary, mesh, or weights into
-            memory.
+          UserError: a folder is missing or broken, the target is quantised already, or something
+            does not fit: draft, vocabulary, mesh, or weights into memory.
         """
         mesh, dtype = decoding_mesh(mesh), dtype or default_dtype()
         target = find_bundled(target)
-        record, params = load_fused(target, dtype, quantise=quantise, mesh=mesh)
+        record, params = load_fused(target, dtype, quantise=settings.quantise, mesh=mesh)
         tokenizer = load_tokenizer(as_path(target)) if record.tokenizer_sha256 is not None else None
-        engine = cls(
-            record,
-            params,
-            tokenizer=tokenizer,
-            tree=tree,
-            max_length=max_length,
-            drafting=drafting,
-            lookup=lookup,
-            mesh=mesh,
-        )
+        engine = cls(record, params, settings, tokenizer=tokenizer, mesh=mesh)
         engine.recommended = recommended_sampling(target)
-        if draft is None:
-            return engine
-        return engine.load_draft(
-            draft,
-            dtype=dtype,
-            allow_target_mismatch=allow_target_mismatch,
-            vocabulary=draft_vocabulary,
-            window=draft_window,
-        )
+        return engine if draft is None else engine.load_draft(draft)
 
-    def load_draft(
-        self: ModelsT,
-        draft: str | AnyPath,
-        *,
-        dtype: Any = None,
-        allow_target_mismatch: bool = False,
-        vocabulary: str | AnyPath | None = None,
-        window: int | None = None,
-    ) -> ModelsT:
+    def load_draft(self: ModelsT, draft: str | AnyPath) -> ModelsT:
         """Returns one of the same target with the draft of a model folder (see `load`)."""
-        draft = find_bundled(draft)
+        draft, settings = find_bundled(draft), self.settings
         record, params = load_draft(
             draft,
-            dtype or default_dtype(),
+            compute_dtype(self.weights.target),
             target=self.record,
-            allow_target_mismatch=allow_target_mismatch,
+            allow_target_mismatch=settings.allow_target_mismatch,
             sharding=self.mesh and place_weights(self.mesh),
         )
-        tuned = None if self._given_trees else find_tuned(draft, record, self.mesh)
-        if vocabulary is None and tuned is not None:
-            vocabulary = tuned.draft_vocabulary
+        tuned = None if settings.tree else find_tuned(draft, record, self.mesh)
+        vocabulary = settings.draft_vocabulary or (tuned and tuned.draft_vocabulary)
         if vocabulary is not None:
             tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
             record = with_vocabulary(record, tokens.tolist(), origin=str(draft))
-        if window is not None:
-            record = replace(record, config=replace(record.draft, window=window))
+        if settings.draft_window is not None:
+            record = replace(record, config=replace(record.draft, window=settings.draft_window))
         return self.with_draft(record, params, tuned=tuned and tuned.trees)
 
     def with_draft(
@@ -233,7 +178,7 @@ class Models:
         engine.draft_config = record.draft
         engine._own_draft = fuse_own(params, record, self.record.quantised, self.mesh)
         engine.weights = join_weights(self.weights.target, engine._own_draft, self.mesh)
-        engine.trees = choose_trees(self._given_trees or tuned, engine.weights.draft)
+        engine.trees = choose_trees(self.settings.tree or tuned, engine.weights.draft)
         return engine
 
     def with_tree(
@@ -243,13 +188,20 @@ class Models:
         drafting: Drafting | None = None,
         lookup: int | None = None,
     ) -> ModelsT:
-        """Returns one of the same models with another tree; None keeps what is set."""
+        """Returns one of the same models with another tree; None keeps what is set.
+
+        Raises:
+          UserError: lookup below 0 or with sampled drafts.
+        """
+        changes = {"tree": tree, "drafting": drafting, "lookup": lookup}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        return self.with_settings(change_config(self.settings, origin="with_tree", **changes))
+
+    def with_settings(self: ModelsT, settings: EngineConfig) -> ModelsT:
+        """Returns one of the same models with other settings; max_length and quantise stay."""
         engine = copy(self)
-        engine.lookup = self.lookup if lookup is None else lookup
-        check_lookup(engine.lookup, drafting or self.drafting)
-        engine._given_trees = tree
-        engine.trees = choose_trees(tree, self.weights.draft)
-        engine.drafting = drafting or self.drafting
+        engine.settings = settings
+        engine.trees = choose_trees(settings.tree, self.weights.draft)
         return engine
 
     def update_weights(self, params: Params) -> None:
@@ -284,9 +236,9 @@ class Models:
             tree or TreeConfig(),
             rows=0,
             chunk=prefill_chunks()[0],
-            drafting=self.drafting,
+            drafting=self.settings.drafting,
             mesh=self.mesh,
-            lookup=self.lookup if tree else 0,
+            lookup=self.settings.lookup if tree else 0,
         )
         return with_rows(config, length, max_length=max_length)
 

@@ -22,13 +22,7 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.whole import write_output
-from poss_jax.config.models import (
-    ACCELERATOR_TREE,
-    CPU_TREE,
-    NO_SAMPLED_COPIES,
-    Drafting,
-    TreeConfig,
-)
+from poss_jax.config.models import ACCELERATOR_TREE, CPU_TREE, Drafting, TreeConfig, Trees
 from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, build_config, read_yaml, shorten
@@ -37,9 +31,6 @@ from poss_jax.shapes import Params
 _LOG = logging.getLogger(__package__)
 _TUNED = "tuned"
 _LOOKUP = 8
-
-Trees = Mapping[int, TreeConfig | None]
-"""Batch size -> tree for that many prompts and more; None decodes them without a draft."""
 
 ACCELERATOR_TREES: Trees = {
     1: ACCELERATOR_TREE,
@@ -99,14 +90,6 @@ def choose_trees(chosen: TreeConfig | Trees | None, draft: Params | None = None)
         return trees
     num_tokens = draft["head"]["weight"].shape[0]
     return {size: tree and fit_tree(tree, num_tokens) for size, tree in trees.items()}
-
-
-def check_lookup(lookup: int, drafting: Drafting) -> None:
-    """Refuses a negative number, and sampled drafts, whose test wants trees of one shape."""
-    if lookup < 0:
-        raise UserError(f"lookup: want 0 or more copies, got {lookup}")
-    if lookup and drafting == "sampled":
-        raise UserError(NO_SAMPLED_COPIES)
 
 
 def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:

@@ -32,19 +32,8 @@ def load_engine(config: AnswerConfig) -> Engine:
     lookup = config.lookup
     if lookup is None:
         lookup = 0 if draft is None else default_lookup(config.drafting)
-    return Engine.load(
-        target,
-        draft,
-        tree=trees or config.tree,
-        max_length=config.max_length,
-        drafting=config.drafting,
-        lookup=lookup,
-        allow_target_mismatch=config.allow_target_mismatch,
-        draft_vocabulary=config.draft_vocabulary,
-        draft_window=config.draft_window,
-        quantise=config.quantise,
-        mesh=config.mesh,
-    )
+    settings = config.for_engine(lookup=lookup, tree=trees or config.tree)
+    return Engine.load(target, draft, settings, mesh=config.mesh)
 
 
 def choose_sampling(options: SamplingOptions, engine: Engine) -> SamplingConfig:
