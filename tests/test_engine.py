@@ -20,6 +20,7 @@ from poss_jax.checkpoint.record import read_record
 from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.decode import speculate
+from poss_jax.decode.sampling import OF_OUTPUT
 from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.device import device_memory, least_bytes
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
@@ -379,6 +380,25 @@ def test_fitting_a_tree(asked, vocabulary, fitted, caplog) -> None:
     tree = fit_tree(TreeConfig(**dict(zip(names, asked, strict=True))), vocabulary)
     assert (tree.depth, tree.top_k, tree.total_tokens) == fitted
     assert len(caplog.records) == (asked != fitted)
+
+
+@pytest.mark.parametrize(
+    ("settings", "left_out", "num_biased"),
+    [
+        ([{"temperature": 1.0}, {}], True, 0),
+        ([{"temperature": 1.0}, {"logit_bias": {5: 1.0}}], True, 300),
+        ([{"min_tokens": 2}, {}], False, 0),
+        ([{"frequency_penalty": 0.5}, {"presence_penalty": 0.5}], False, 0),
+    ],
+)
+def test_settings_that_no_prompt_has_are_not_compiled(
+    plain: Engine, settings, left_out: bool, num_biased: int
+) -> None:
+    prompts = [plain.prepare([1], N, SamplingConfig(**given)) for given in settings]
+    sampling = FixedBatch(plain, prompts, batch_size=3).request.sampling
+    assert sampling is not None
+    assert [getattr(sampling, name) is None for name in OF_OUTPUT] == [left_out] * 3
+    assert sampling.bias_ids.shape == sampling.bias.shape == (3, num_biased)
 
 
 # --------------------------------------------------------------------------------------------------

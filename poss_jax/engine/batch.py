@@ -20,8 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode.rejection import DrawnTree
+from poss_jax.decode.sampling import OF_OUTPUT
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Tree
 from poss_jax.engine import steps
@@ -177,6 +179,7 @@ class FixedBatch(Batch):
         rows = [*prompts, *[padding] * (self.size - len(prompts))]
         stop_ids = list(map(models.stop_ids_of, rows))
         host = lay_out(rows, stop_ids, num_tokens=self.config.rows)
+        _leave_out_unused(host["sampling"], [prompt.sampling for prompt in prompts])
         self.request = steps.put(self.weights, self.config, host)
         if all(prompt.sampling.is_plain for prompt in prompts):
             self.request = self.request.replace(sampling=None)
@@ -229,6 +232,19 @@ class FixedBatch(Batch):
         """The kind of all rounds, whichever sequences have ended, so that one is compiled."""
         del prompts, has_logprobs
         return self.kind
+
+
+def _leave_out_unused(columns: dict[str, Any], settings: Sequence[SamplingConfig]) -> None:
+    """Leaves out settings that no prompt has, which take the compiler an eighth of its time.
+
+    Args:
+      columns: settings by their names in `Sampling`; changed.
+      settings: of all prompts.
+    """
+    if not any(sampling.reads_output for sampling in settings):
+        columns |= dict.fromkeys(OF_OUTPUT)
+    if not any(sampling.logit_bias for sampling in settings):
+        columns |= {name: columns[name][:, :0] for name in ("bias_ids", "bias")}
 
 
 def run_guided_round(
