@@ -157,10 +157,10 @@ def test_float_products_agree(monkeypatch, num_rows):
     np.testing.assert_allclose(linear(rows, weight), integers, rtol=1e-4, atol=2e-3)
 
 
-def test_setting_is_integer_or_float(monkeypatch):
+def test_setting_is_one_of_three(monkeypatch):
     monkeypatch.setenv(SETTING, "double")
     int8_products.cache_clear()
     with pytest.raises(
-        UserError, match="POSS_JAX_INT8_PRODUCTS: want integer or float, got 'double'"
+        UserError, match="POSS_JAX_INT8_PRODUCTS: want kernel, integer or float, got 'double'"
     ):
         int8_products()

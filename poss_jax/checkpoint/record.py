@@ -24,9 +24,9 @@ from poss_jax.config.json_reading import check_own_file, check_own_tree, read_js
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.numbers import AtLeastTwo, CountOrZero, Probability
 from poss_jax.config.paths import AnyPath, as_path, local_files
-from poss_jax.config.processor import int8_products
 from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.model.families import family_of, method_of
+from poss_jax.model.kernel import products_in_use
 from poss_jax.model.parameters import item_shapes
 from poss_jax.shapes import Params
 
@@ -216,7 +216,7 @@ def provenance() -> dict[str, Any]:
         },
         "git_sha": _git_sha(),
         "device_kind": jax.devices()[0].device_kind,
-        "int8_products": int8_products(),  # on a CPU
+        "int8_products": products_in_use(),  # on a CPU
     }
 
 

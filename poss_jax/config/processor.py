@@ -1,14 +1,20 @@
-"""The choice between integer and float products of int8 weights on a CPU."""
+"""The choice of how a CPU multiplies by int8 weights."""
 
+import hashlib
 import os
 import platform
+import shutil
+import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
+from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError
 
-Int8Products = Literal["integer", "float"]
+Int8Products = Literal["kernel", "integer", "float"]
+"""By our own kernel in C, or by XLA with integers or floats."""
 
 SETTING = "POSS_JAX_INT8_PRODUCTS"
 """Environment variable that names the products; without it the processor decides."""
@@ -22,13 +28,18 @@ def int8_products() -> Int8Products:
     """Chooses the products of this process, integers where the processor is fast with them.
 
     Raises:
-      UserError: the environment names others.
+      UserError: the environment names others, or the kernel for a processor without AVX-512 VNNI.
     """
     named = os.environ.get(SETTING, "")
-    if named == "integer" or named == "float":
-        return named
+    if named == "kernel" and not has_unsigned_products():
+        raise UserError(f"{SETTING}: kernel wants a processor with AVX-512 VNNI")
+    for kind in get_args(Int8Products):
+        if named == kind:
+            return kind
     if named:
-        raise UserError(f"{SETTING}: want integer or float, got {named!r}")
+        raise UserError(f"{SETTING}: want kernel, integer or float, got {named!r}")
+    if has_unsigned_products() and shutil.which(_compiler()):
+        return "kernel"
     return "integer" if _FOURFOLD & _processor_flags() else "float"
 
 
@@ -39,6 +50,35 @@ def has_unsigned_products() -> bool:
     YNNPACK's kernels for AVX-512 VNNI take uint8; without VNNI, it has no fast kernel for uint8.
     """
     return "avx512_vnni" in _processor_flags()
+
+
+def compile_library(source: Path, include: str) -> Path:
+    """Compiles a C file to a library in the folder of caches, unless it is there already.
+
+    Args:
+      source: the file.
+      include: folder of JAX's headers; its path names JAX's version or environment.
+
+    Raises:
+      UserError: the folder of caches is unknown.
+      OSError: there is no compiler, or the folder cannot be written to.
+      subprocess.SubprocessError: the compiler fails.
+    """
+    command = [_compiler(), "-O3", "-std=gnu11", "-shared", "-fPIC", f"-I{include}", str(source)]
+    text = "\0".join([source.read_text("utf-8"), *command])
+    library = cache_folder() / f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            output = Path(folder) / library.name
+            command += ["-o", str(output)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+            output.replace(library)
+    return library
+
+
+def _compiler() -> str:
+    return os.environ.get("CC") or "cc"
 
 
 def _processor_flags() -> set[str]:

@@ -43,7 +43,7 @@ def prefill_chunks() -> tuple[int, int]:
 def wants_sums() -> bool:
     """True if int8 weights want their sums: on CPUs that multiply uint8 by int8."""
     on_cpu = jax.default_backend() == "cpu"
-    return on_cpu and int8_products() == "integer" and has_unsigned_products()
+    return on_cpu and int8_products() != "float" and has_unsigned_products()
 
 
 def with_rows(config: StaticShape, length: int, *, max_length: int) -> StaticShape:

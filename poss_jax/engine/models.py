@@ -42,8 +42,15 @@ from poss_jax.engine.device import (
 )
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.trees import choose_trees, find_tuned, tree_for
+from poss_jax.model.kernel import has_kernel
 from poss_jax.model.parameters import check_params, place_params, place_weights
-from poss_jax.model.quantise import Quantised, quantise_specialists, round_rows, sum_values
+from poss_jax.model.quantise import (
+    Quantised,
+    quantise_specialists,
+    round_rows,
+    sum_values,
+    tile_values,
+)
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.model.specialists import borrow_from_target, fuse_draft
 from poss_jax.model.target import compute_dtype, fuse_target
@@ -312,7 +319,8 @@ def replace_target(old: Params, params: Params, config: LlamaConfig, mesh: Mesh 
 
 def _place_on(mesh: Mesh | None, params: Params) -> Params:
     params = params if mesh is None else place_params(params, mesh)
-    return sum_values(params) if wants_sums() else params
+    params = sum_values(params) if wants_sums() else params
+    return tile_values(params) if mesh is None and has_kernel() else params
 
 
 def _commit(leaf: Any) -> jax.Array:

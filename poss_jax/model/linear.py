@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from poss_jax.config.processor import int8_products
+from poss_jax.model.kernel import multiply_tiles
 from poss_jax.model.quantise import Quantised
 from poss_jax.shapes import Array, Float, UInt
 
@@ -83,7 +84,7 @@ def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> A
 
 def _spelling_on_cpu(rows: Array, weight: Quantised) -> Callable[..., Array]:
     kind = int8_products() if weight.values.dtype == jnp.int8 else None
-    if kind == "integer":
+    if kind == "kernel" or kind == "integer":
         return partial(_flat, multiply_integers)
     if kind == "float" and rows.dtype == jnp.float32 and len(rows) <= _MAX_SUMMED_ROWS:
         return partial(_flat, _sum_products)
@@ -135,7 +136,7 @@ def _few_rows_on_cpu(rows: Array, weight: Array, *, dtype: Any = None) -> Array:
 # --------------------------------------------------------------------------------------------------
 # Products with a weight of 8 bits on a CPU
 #
-# XLA hands a product of two matrices of 8 bits to YNNPACK, whose integer kernels read 8 bits per
+# Our kernel, and YNNPACK's, which XLA hands a product of two matrices of 8 bits, read 8 bits per
 # weight and convert none. So a row is written as a sum of int8 limbs with one scale:
 #
 #     x = scale * (limb 0 + limb 1 / 256 + limb 2 / 256**2)
@@ -163,7 +164,8 @@ def multiply_integers(
     if weight.sums is None:
         sums = _multiply_signed(stacked, weight.values)
     else:
-        sums = _sum_integers(stacked, weight.values) - 128 * weight.sums[None]
+        multiply = multiply_tiles if weight.is_tiled else _sum_integers
+        sums = multiply(stacked, weight.values) - 128 * weight.sums[None]
     sums = sums.reshape(num_limbs, len(rows), -1).astype(jnp.float32)
     total = sums[num_limbs - 1]
     for index in reversed(range(num_limbs - 1)):

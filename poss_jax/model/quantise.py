@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from poss_jax.config.models import Quantisation
+from poss_jax.model.kernel import fits_tiles, from_tiles, to_tiles
 from poss_jax.shapes import Array, Float, Params
 
 _TYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
@@ -31,12 +32,14 @@ class Quantised(struct.PyTreeNode):
       values: int8, or float8_e4m3fn; all of them are exact in bfloat16.
       scale: factor of every output.
       sums: sum of each output's values; None unless `sum_values` added it.
+      is_tiled: whether `tile_values` ordered the values for our kernel.
       num_limbs: int8 numbers that a CPU writes an element of a row in (`linear`).
     """
 
     values: Any  # [out in]; an array, or a stand-in such as its sharding
     scale: Any  # [out] float32
     sums: Any = None  # [out] int32
+    is_tiled: bool = struct.field(pytree_node=False, default=False)
     num_limbs: int = struct.field(pytree_node=False, default=3)
 
     @property
@@ -104,6 +107,28 @@ def sum_values(params: Params) -> Params:
         if not is_missing or leaf.values.dtype != jnp.int8:
             return leaf
         return leaf.replace(sums=leaf.values.sum(axis=-1, dtype=jnp.int32))
+
+    return _map_weights(visit, params)
+
+
+def tile_values(params: Params) -> Params:
+    """Orders int8 values that have sums for our kernel, where their shapes fit."""
+
+    def visit(leaf: Any) -> Any:
+        is_summed = isinstance(leaf, Quantised) and leaf.sums is not None and not leaf.is_tiled
+        if not is_summed or not fits_tiles(leaf.shape):
+            return leaf
+        return leaf.replace(values=to_tiles(leaf.values), is_tiled=True)
+
+    return _map_weights(visit, params)
+
+
+def untile_values(params: Params) -> Params:
+    """Reverses `tile_values`."""
+
+    def visit(leaf: Any) -> Any:
+        is_tiled = isinstance(leaf, Quantised) and leaf.is_tiled
+        return leaf.replace(values=from_tiles(leaf.values), is_tiled=False) if is_tiled else leaf
 
     return _map_weights(visit, params)
 

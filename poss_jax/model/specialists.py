@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.model.layers import DecoderLayer, Parameter, fuse_layer, init_layer, zero_outputs
+from poss_jax.model.quantise import untile_values
 from poss_jax.shapes import Array, Int, Params
 
 KEY_VALUE = ("k", "v", "k_norm")
@@ -167,7 +168,7 @@ def borrow_from_target(
 
 @jax.jit
 def _take(head: Params, vocabulary: Int[Array, " Vd"]) -> Params:
-    return jax.tree.map(lambda leaf: leaf[vocabulary], head)
+    return jax.tree.map(lambda leaf: leaf[vocabulary], untile_values(head))
 
 
 def split_embedding(draft: Params) -> tuple[Params, Params]:

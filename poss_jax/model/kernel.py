@@ -1,0 +1,82 @@
+"""Products of uint8 rows with int8 weights by a kernel in C, compiled where it is first used.
+
+XLA has YNNPACK pack a weight for every product, which takes longer than reading it (docs/LOG.md).
+The kernel (kernel.c) reads weights that `to_tiles` ordered once. It needs a processor with AVX-512
+VNNI and a C compiler. Sums of integers are exact, so no bit depends on it.
+"""
+
+import ctypes
+import logging
+import math
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from poss_jax.config.processor import Int8Products, compile_library, int8_products
+from poss_jax.config.reading import UserError
+from poss_jax.shapes import Array, Int, UInt
+
+_LOG = logging.getLogger(__name__)
+_SOURCE = Path(__file__).with_suffix(".c")
+_TARGET = "poss_jax_int8_products"
+_TILE = 32  # outputs
+
+
+def has_kernel() -> bool:
+    """True on a CPU with the kernel, which is compiled once per machine (about a second).
+
+    A compiler that fails is told in a line of the log.
+    """
+    return jax.default_backend() == "cpu" and int8_products() == "kernel" and _register()
+
+
+@cache
+def _register() -> bool:
+    try:
+        library = ctypes.CDLL(str(compile_library(_SOURCE, jax.ffi.include_dir())))
+    except (OSError, subprocess.SubprocessError, UserError) as error:
+        output = getattr(error, "stderr", None) or str(error)
+        _LOG.warning("int8 products by XLA, slower: kernel.c cannot be compiled: %s", output[:300])
+        return False
+    capsule = jax.ffi.pycapsule(library.int8_products)
+    jax.ffi.register_ffi_target(_TARGET, capsule, platform="cpu")
+    return True
+
+
+def products_in_use() -> Int8Products:
+    """The products of this process: those that it chose, unless the kernel cannot be compiled."""
+    kind = int8_products()
+    return "integer" if kind == "kernel" and not has_kernel() else kind
+
+
+def fits_tiles(shape: tuple[int, ...]) -> bool:
+    """True if the kernel can multiply a weight [... in] of this shape."""
+    *out_dims, in_dim = shape
+    return math.prod(out_dims) % _TILE == 0 and in_dim % 4 == 0
+
+
+@jax.jit
+def to_tiles(values: Int[Array, "*out_dims in_dim"]) -> Int[Array, "*out_dims in_dim"]:
+    """Orders a weight's values for the kernel: tiles of 32 outputs; the shape stays."""
+    in_dim = values.shape[-1]
+    tiles = values.reshape(-1, _TILE, in_dim // 4, 4).swapaxes(1, 2)
+    return tiles.reshape(values.shape)
+
+
+@jax.jit
+def from_tiles(values: Int[Array, "*out_dims in_dim"]) -> Int[Array, "*out_dims in_dim"]:
+    """Reverses `to_tiles`."""
+    in_dim = values.shape[-1]
+    tiles = values.reshape(-1, in_dim // 4, _TILE, 4).swapaxes(1, 2)
+    return tiles.reshape(values.shape)
+
+
+def multiply_tiles(
+    rows: UInt[Array, "rows in_dim"], values: Int[Array, "out_dim in_dim"]
+) -> Int[Array, "rows out_dim"]:
+    """Multiplies uint8 rows by an int8 weight in tiles, with exact int32 sums."""
+    shape = jax.ShapeDtypeStruct((len(rows), len(values)), jnp.int32)
+    return jax.ffi.ffi_call(_TARGET, shape)(rows, values)
