@@ -64,7 +64,7 @@ def test_another_way_to_draft_can_be_chosen(runs, tmp_path, monkeypatch) -> None
     monkeypatch.setattr(
         Engine,
         "load",
-        lambda *args, **options: seen.append(options["drafting"]) or load(*args, **options),
+        lambda *args, **options: seen.append(args[2].drafting) or load(*args, **options),
     )
     for options in ([], ["--drafting", "sampled"]):
         generate(runs.model("target"), None, tmp_path, "--prompt", "def area_7", *options)

@@ -13,6 +13,7 @@ from test_distribution import raw_bonus
 from infer import lossless_run
 from infer.lossless import main
 from infer.lossless_run import Scores, examine
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.engine.answers import Generation
@@ -59,7 +60,7 @@ def test_scores_of_a_low_temperature_round_as_coarsely_as_their_logits():
 
 
 def test_more_accepted_than_the_tree_is_deep_is_a_failure():
-    engine = SimpleNamespace(drafting="coupled", lookup=0, max_accepted=3)
+    engine = SimpleNamespace(settings=EngineConfig(), max_accepted=3)
     setting = lossless_run.Setting("EAGLE", engine, TreeConfig(depth=3, top_k=2, total_tokens=6), 1)
     answers = [
         Generation([1], [2] * 9, None, accepted, accepted, "length")
