@@ -110,7 +110,7 @@ def test_engine_with_the_kernel_writes_the_same(monkeypatch):
     assert tiled == [{True}, {False}] and answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+@pytest.mark.parametrize("compiler", ["false", "false --flag", "no-such-compiler"])
 def test_compiler_that_fails_is_told(monkeypatch, tmp_path, caplog, compiler):
     monkeypatch.setattr(processor, "has_unsigned_products", lambda: True)
     monkeypatch.setenv(SETTING, "kernel")

@@ -38,7 +38,7 @@ def int8_products() -> Int8Products:
             return kind
     if named:
         raise UserError(f"{SETTING}: want kernel, integer or float, got {named!r}")
-    if has_unsigned_products() and shutil.which(_compiler()):
+    if has_unsigned_products() and shutil.which(_compiler()[0]):
         return "kernel"
     return "integer" if _FOURFOLD & _processor_flags() else "float"
 
@@ -64,7 +64,7 @@ def compile_library(source: Path, include: str) -> Path:
       OSError: there is no compiler, or the folder cannot be written to.
       subprocess.SubprocessError: the compiler fails.
     """
-    command = [_compiler(), "-O3", "-std=gnu11", "-shared", "-fPIC", f"-I{include}", str(source)]
+    command = [*_compiler(), "-O3", "-std=gnu11", "-shared", "-fPIC", f"-I{include}", str(source)]
     text = "\0".join([source.read_text("utf-8"), *command])
     library = cache_folder() / f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
@@ -77,8 +77,9 @@ def compile_library(source: Path, include: str) -> Path:
     return library
 
 
-def _compiler() -> str:
-    return os.environ.get("CC") or "cc"
+def _compiler() -> list[str]:
+    """The words of CC, such as `ccache gcc`."""
+    return os.environ.get("CC", "").split() or ["cc"]
 
 
 def _processor_flags() -> set[str]:

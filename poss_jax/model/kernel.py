@@ -38,8 +38,8 @@ def _register() -> bool:
     try:
         library = ctypes.CDLL(str(compile_library(_SOURCE, jax.ffi.include_dir())))
     except (OSError, subprocess.SubprocessError, UserError) as error:
-        output = getattr(error, "stderr", None) or str(error)
-        _LOG.warning("int8 products by XLA, slower: kernel.c cannot be compiled: %s", output[:300])
+        output = " ".join((getattr(error, "stderr", None) or str(error)).split())[:300]
+        _LOG.warning("int8 products by XLA, slower: kernel.c cannot be compiled: %s", output)
         return False
     capsule = jax.ffi.pycapsule(library.int8_products)
     jax.ffi.register_ffi_target(_TARGET, capsule, platform="cpu")
