@@ -116,7 +116,8 @@ XLA_FFI_Error *int8_products(XLA_FFI_CallFrame *frame) {
   int64_t num_threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args pool = {sizeof pool, NULL, frame->ctx, &num_threads};
   if (failed(frame->api, frame->api->XLA_FFI_ThreadPool_NumThreads(&pool))) num_threads = 1;
-  const int64_t num_helpers = (num_threads < num_tiles ? num_threads : num_tiles) - 1;
+  const int64_t num_users = num_threads < num_tiles ? num_threads : num_tiles;
+  const int64_t num_helpers = num_users > 1 ? num_users - 1 : 0;
   atomic_init(&product->users, num_helpers + 2);
   for (int64_t i = 0; i < num_helpers; ++i) {
     XLA_FFI_ThreadPool_Schedule_Args task = {sizeof task, NULL, frame->ctx, multiply_tiles, product};

@@ -84,7 +84,7 @@ def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> A
 
 def _spelling_on_cpu(rows: Array, weight: Quantised) -> Callable[..., Array]:
     kind = int8_products() if weight.values.dtype == jnp.int8 else None
-    if kind == "kernel" or kind == "integer":
+    if weight.is_tiled or kind == "kernel" or kind == "integer":
         return partial(_flat, multiply_integers)
     if kind == "float" and rows.dtype == jnp.float32 and len(rows) <= _MAX_SUMMED_ROWS:
         return partial(_flat, _sum_products)
