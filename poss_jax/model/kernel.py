@@ -1,4 +1,4 @@
-"""Products of uint8 rows with int8 weights by a kernel in C, compiled where it is first used.
+"""Products of rows with int8 weights by a kernel in C, compiled where it is first used.
 
 XLA has YNNPACK pack a weight for every product, which takes longer than reading it (docs/LOG.md).
 The kernel (kernel.c) reads weights that `to_tiles` ordered once. It needs a processor with AVX-512
@@ -14,10 +14,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from poss_jax.config.processor import Int8Products, compile_library, int8_products
 from poss_jax.config.reading import UserError
-from poss_jax.shapes import Array, Int, UInt
+from poss_jax.shapes import Array, Float, Int
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -75,8 +76,21 @@ def from_tiles(values: Int[Array, "*out_dims in_dim"]) -> Int[Array, "*out_dims 
 
 
 def multiply_tiles(
-    rows: UInt[Array, "rows in_dim"], values: Int[Array, "out_dim in_dim"]
-) -> Int[Array, "rows out_dim"]:
-    """Multiplies uint8 rows by an int8 weight in tiles, with exact int32 sums."""
-    shape = jax.ShapeDtypeStruct((len(rows), len(values)), jnp.int32)
-    return jax.ffi.ffi_call(_TARGET, shape)(rows, values)
+    rows: Float[Array, "rows in_dim"],
+    values: Int[Array, "out_dim in_dim"],
+    sums: Int[Array, " out_dim"],
+    scale: Float[Array, " out_dim"],
+    *,
+    num_limbs: int,
+) -> Float[Array, "rows out_dim"]:
+    """Multiplies float32 rows by an int8 weight in tiles.
+
+    Args:
+      rows: split into limbs as in `linear.split_limbs`.
+      values: from `to_tiles`.
+      sums: sum of each output's values.
+      scale: factor of each output.
+      num_limbs: limbs per element, 1 to 3.
+    """
+    shape = jax.ShapeDtypeStruct((len(rows), len(values)), jnp.float32)
+    return jax.ffi.ffi_call(_TARGET, shape)(rows, values, sums, scale, num_limbs=np.int64(num_limbs))

@@ -73,18 +73,29 @@ def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> A
     # The scale comes after the product, so that the operand is a pure conversion of 8 bits, which
     # compilers for TPU and GPU fuse into the product.
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    on_cpu, converted = (
-        partial(spelling, dtype=dtype) for spelling in (_spelling_on_cpu(rows, weight), _converted)
-    )
-    out = lax.platform_dependent(rows, weight, cpu=on_cpu, default=converted)
-    out = (out.astype(jnp.float32) * weight.scale[None]).astype(dtype)
+    if weight.is_tiled:
+        out = _by_kernel(rows, weight).astype(dtype)
+    else:
+        on_cpu, converted = (
+            partial(spelling, dtype=dtype)
+            for spelling in (_spelling_on_cpu(rows, weight), _converted)
+        )
+        out = lax.platform_dependent(rows, weight, cpu=on_cpu, default=converted)
+        out = (out.astype(jnp.float32) * weight.scale[None]).astype(dtype)
     out = out if bias is None else out + bias[None]
     return out.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
+def _by_kernel(rows: Array, weight: Quantised) -> Array:
+    *out_dims, in_dim = weight.values.shape
+    flat = weight.values.reshape(-1, in_dim), weight.sums.reshape(-1), weight.scale.reshape(-1)
+    out = multiply_tiles(rows.astype(jnp.float32), *flat, num_limbs=weight.num_limbs)
+    return out.reshape(-1, *out_dims)
+
+
 def _spelling_on_cpu(rows: Array, weight: Quantised) -> Callable[..., Array]:
     kind = int8_products() if weight.values.dtype == jnp.int8 else None
-    if weight.is_tiled or kind == "kernel" or kind == "integer":
+    if kind == "kernel" or kind == "integer":
         return partial(_flat, multiply_integers)
     if kind == "float" and rows.dtype == jnp.float32 and len(rows) <= _MAX_SUMMED_ROWS:
         return partial(_flat, _sum_products)
@@ -164,8 +175,7 @@ def multiply_integers(
     if weight.sums is None:
         sums = _multiply_signed(stacked, weight.values)
     else:
-        multiply = multiply_tiles if weight.is_tiled else _sum_integers
-        sums = multiply(stacked, weight.values) - 128 * weight.sums[None]
+        sums = _sum_integers(stacked, weight.values) - 128 * weight.sums[None]
     sums = sums.reshape(num_limbs, len(rows), -1).astype(jnp.float32)
     total = sums[num_limbs - 1]
     for index in reversed(range(num_limbs - 1)):
@@ -182,10 +192,10 @@ def split_limbs(
       The scales, and the limbs plus 128 as uint8.
     """
     highest = jnp.abs(rows).max(axis=-1, keepdims=True)
-    scale = jnp.where(highest == 0, 1.0, highest / 127)
+    scale = jnp.where(highest == 0, 1.0, highest * np.float32(1 / 127))
     shifts = np.arange(num_limbs, dtype=np.int32)[::-1, None, None] * 8
     offset = int((128 << shifts).sum())
-    fixed_point = jnp.round(rows / scale * 256.0 ** (num_limbs - 1)).astype(jnp.int32) + offset
+    fixed_point = jnp.round(rows * (1 / scale) * 256.0 ** (num_limbs - 1)).astype(jnp.int32) + offset
     return scale, (fixed_point[None] >> shifts).astype(jnp.uint8)
 
 
