@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from poss_jax.config.models import LlamaConfig
+from poss_jax.model.kernel import attend, has_attention
 from poss_jax.model.layers import NOTHING, merge_heads, rope_frequencies
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.model.used_rows import (
@@ -208,12 +209,13 @@ def attend_cached(
     size = stored[0].shape[2]
     args = q, stored, length, new, can_attend
     in_one_block = _by_blocks(size)
+    on_cpu = {"cpu": _by_cpu_kernel} if has_attention(q, stored[0]) else {}
     if block_rows(size) == size:
-        return in_one_block(*args)
+        return lax.platform_dependent(*args, **on_cpu, default=in_one_block)
     blocks, tpu = (_by_blocks(block_rows(size, min_rows)) for min_rows in (128, 512))
     gpu = tpu if q.shape[2] > _FEW_QUERIES and size > _LONG else in_one_block
     cuda = by_kernels if has_kernel(q, stored[0]) else gpu
-    return lax.platform_dependent(*args, cuda=cuda, rocm=gpu, tpu=tpu, default=blocks)
+    return lax.platform_dependent(*args, cuda=cuda, rocm=gpu, tpu=tpu, **on_cpu, default=blocks)
 
 
 _FEW_QUERIES = 64  # as in a round; a prompt's chunk has more
@@ -250,6 +252,19 @@ def by_kernels(
     # Without the barrier XLA computes the queries once for each of their users.
     args = lax.optimization_barrier(q), stored, length, new, can_attend
     return _attend_by(attend_own, add_stored, *args)
+
+
+def _by_cpu_kernel(
+    q: Array,
+    stored: tuple[Array, Array],
+    length: Array,
+    new: tuple[Array, Array],
+    can_attend: Array | None,
+) -> Array:
+    T = q.shape[2]
+    if can_attend is None:
+        can_attend = jnp.tril(jnp.ones((1, T, T), bool))
+    return attend(q, stored, length, new, can_attend)
 
 
 def _by_blocks(block: int) -> Callable[..., Array]:

@@ -1,12 +1,11 @@
-// Products of float rows with tiled int8 weights (AVX-512 VNNI); see kernel.py.
+// Products of float rows with tiled int8 weights, and attention (AVX-512 VNNI); see kernel.py.
 //
-// Rows become uint8 limbs, as linear.py says. A tile holds 32 outputs: for every four elements of a
-// row, the 32 x 4 values that meet them. So a tile is read from end to end, once for up to 12 limbs
-// of rows, whose sums stay in registers. Threads of XLA's pool take one tile after the other; the
-// caller takes part and waits only for tiles that others have begun, so it does not matter when, or
-// if, the pool runs its tasks.
+// Threads of XLA's pool take one piece of the work after the other; the caller takes part and waits
+// only for pieces that others have begun, so it does not matter when, or if, the pool runs its
+// tasks.
 
 #include <immintrin.h>
+#include <math.h>
 #include <stdalign.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -16,54 +15,136 @@
 
 #include "xla/ffi/api/c_api.h"
 
+#define AVX512 __attribute__((target("avx512f,avx512dq,avx512vnni,fma")))
+#define INLINE AVX512 __attribute__((always_inline)) static inline
+
+// Threads
+
+typedef struct {
+  void (*run)(const void *work, int64_t piece);
+  const void *work;
+  int64_t num_pieces;
+  atomic_long next, num_done, num_users;
+  atomic_bool is_ready;
+} Job;
+
+static void release(Job *job) {
+  if (atomic_fetch_sub(&job->num_users, 1) == 1) free(job);
+}
+
+static void take_part(void *data) {
+  Job *job = data;
+  while (!atomic_load(&job->is_ready)) _mm_pause();
+  for (int64_t piece; (piece = atomic_fetch_add(&job->next, 1)) < job->num_pieces;) {
+    job->run(job->work, piece);
+    atomic_fetch_add(&job->num_done, 1);
+  }
+  release(job);
+}
+
+static bool failed(const XLA_FFI_Api *api, XLA_FFI_Error *error) {
+  if (!error) return false;
+  XLA_FFI_Error_Destroy_Args args = {sizeof args, NULL, error};
+  api->XLA_FFI_Error_Destroy(&args);
+  return true;
+}
+
+// Wakes up to `max_helpers` threads of the pool; `work` may change until `finish`.
+static Job *begin(XLA_FFI_CallFrame *frame, void (*run)(const void *, int64_t), const void *work,
+                  int64_t num_pieces, int64_t max_helpers) {
+  const XLA_FFI_Api *api = frame->api;
+  int64_t num_helpers = 0;
+  XLA_FFI_ThreadPool_NumThreads_Args pool = {sizeof pool, NULL, frame->ctx, &num_helpers};
+  if (failed(api, api->XLA_FFI_ThreadPool_NumThreads(&pool)) || --num_helpers < 0) num_helpers = 0;
+  if (num_helpers > max_helpers) num_helpers = max_helpers;
+  if (num_helpers >= num_pieces) num_helpers = num_pieces > 0 ? num_pieces - 1 : 0;
+  Job *job = malloc(sizeof *job);
+  if (!job) abort();
+  job->run = run;
+  job->work = work;
+  job->num_pieces = num_pieces;
+  atomic_init(&job->next, 0);
+  atomic_init(&job->num_done, 0);
+  atomic_init(&job->num_users, num_helpers + 2);
+  atomic_init(&job->is_ready, false);
+  for (int64_t i = 0; i < num_helpers; ++i) {
+    XLA_FFI_ThreadPool_Schedule_Args task = {sizeof task, NULL, frame->ctx, take_part, job};
+    if (failed(api, api->XLA_FFI_ThreadPool_Schedule(&task))) release(job);
+  }
+  return job;
+}
+
+static void finish(Job *job) {
+  atomic_store(&job->is_ready, true);
+  take_part(job);
+  while (atomic_load(&job->num_done) < job->num_pieces) _mm_pause();
+  release(job);
+}
+
+static bool asks_version(XLA_FFI_CallFrame *frame) {  // at registration
+  const XLA_FFI_Extension_Base *extension = frame->extension_start;
+  if (!extension || extension->type != XLA_FFI_Extension_Metadata) return false;
+  XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+  return true;
+}
+
+static const XLA_FFI_Buffer *argument(const XLA_FFI_CallFrame *frame, int index) {
+  return frame->args.args[index];
+}
+
+// Products
+//
+// Rows become uint8 limbs, as linear.py says. A tile holds 32 outputs: for every four elements of a
+// row, the 32 x 4 values that meet them. So a tile is read from end to end, once for up to 12 limbs
+// of rows, whose sums stay in registers.
+
 enum { TILE = 32, MAX_LIMBS = 12, AHEAD = 2048 };
 
-#define AVX512 __attribute__((target("avx512f,avx512vnni")))
 #define FOR_LIMBS _Pragma("GCC unroll 12") for (int limb = 0; limb < num_limbs; ++limb)
 
 typedef struct {
-  const float *rows;        // [num_rows in_dim]
+  const uint8_t *limbs;     // [num_rows num_limbs in_dim], the largest limb of a row first
+  const float *row_scales;  // [num_rows]
   const int8_t *values;     // [num_tiles in_dim / 4, 32, 4]
   const int32_t *sums;      // [out_dim] of each output's values
   const float *scales;      // [out_dim]
   float *out;               // [num_rows out_dim]
-  int64_t num_rows, num_limbs, in_dim, out_dim, num_tiles;
-  float *row_scales;        // [num_rows]
-  uint8_t *limbs;           // [num_rows num_limbs in_dim], the largest limb of a row first
-  atomic_long next_tile, tiles_done, users;
-  atomic_bool is_split;
+  int64_t num_rows, num_limbs, in_dim, out_dim;
 } Product;
 
+static int64_t padded(int64_t size) { return (size + 15) & ~(int64_t)15; }
+
+INLINE __mmask16 mask_of(int64_t count) { return count < 16 ? (1 << count) - 1 : 0xffff; }
+
 // Writes a row as limbs plus 128, times a scale, which it returns.
-AVX512 static float split(const float *row, uint8_t *limbs, int64_t in_dim, int num_limbs) {
-  int32_t highest_bits = 0;  // of an absolute value; NaN is above all numbers
-  for (int64_t i = 0; i < in_dim; ++i) {
-    int32_t bits;
-    memcpy(&bits, row + i, 4);
-    bits &= INT32_MAX;
-    highest_bits = bits > highest_bits ? bits : highest_bits;
-  }
+AVX512 static float split(const float *row, uint8_t *limbs, int64_t in_dim, int64_t num_limbs) {
+  __m512i bits = _mm512_setzero_si512();  // of absolute values; NaN is above all numbers
+  for (int64_t i = 0; i < in_dim; i += 16)
+    bits = _mm512_max_epi32(bits, _mm512_and_epi32(_mm512_maskz_loadu_epi32(mask_of(in_dim - i), row + i),
+                                                   _mm512_set1_epi32(INT32_MAX)));
+  const int32_t highest_bits = _mm512_reduce_max_epi32(bits);
   float highest;
   memcpy(&highest, &highest_bits, 4);
   const float scale = highest == 0 ? 1 : highest * (1.0f / 127);
   float factor = 1 / scale;
   int32_t offset = 128;
-  for (int limb = 1; limb < num_limbs; ++limb) factor *= 256, offset = offset * 256 + 128;
+  for (int64_t limb = 1; limb < num_limbs; ++limb) factor *= 256, offset = offset * 256 + 128;
   for (int64_t i = 0; i < in_dim; i += 16) {
-    const __mmask16 mask = in_dim - i < 16 ? (1 << (in_dim - i)) - 1 : 0xffff;
-    const __m512 elements = _mm512_maskz_loadu_ps(mask, row + i);
+    const __m512 elements = _mm512_maskz_loadu_ps(mask_of(in_dim - i), row + i);
     __m512i fixed_point = _mm512_cvtps_epi32(_mm512_mul_ps(elements, _mm512_set1_ps(factor)));
     fixed_point = _mm512_add_epi32(fixed_point, _mm512_set1_epi32(offset));
-    for (int limb = num_limbs - 1; limb >= 0; --limb) {
-      _mm512_mask_cvtepi32_storeu_epi8(limbs + limb * in_dim + i, mask, fixed_point);
+    for (int64_t limb = num_limbs - 1; limb >= 0; --limb) {
+      _mm_storeu_si128((__m128i *)(limbs + limb * padded(in_dim) + i), _mm512_cvtepi32_epi8(fixed_point));
       fixed_point = _mm512_srai_epi32(fixed_point, 8);
     }
   }
   return scale;
 }
 
-__attribute__((target("avx512f,avx512vnni"), always_inline)) static inline void multiply(
-    const uint8_t *limbs, const int8_t *tile, int32_t *sums, int64_t in_dim, const int num_limbs) {
+INLINE void multiply(const uint8_t *limbs, const int8_t *tile, int32_t *sums, int64_t in_dim,
+                     const int num_limbs) {
   __m512i low[MAX_LIMBS], high[MAX_LIMBS];
   FOR_LIMBS low[limb] = high[limb] = _mm512_setzero_si512();
   for (int64_t i = 0; i < in_dim; i += 4, tile += 4 * TILE) {
@@ -73,7 +154,7 @@ __attribute__((target("avx512f,avx512vnni"), always_inline)) static inline void 
     const __m512i high_values = _mm512_loadu_si512(tile + 2 * TILE);
     FOR_LIMBS {
       int32_t elements;
-      memcpy(&elements, limbs + limb * in_dim + i, 4);
+      memcpy(&elements, limbs + limb * padded(in_dim) + i, 4);
       const __m512i repeated = _mm512_set1_epi32(elements);
       low[limb] = _mm512_dpbusd_epi32(low[limb], repeated, low_values);
       high[limb] = _mm512_dpbusd_epi32(high[limb], repeated, high_values);
@@ -110,75 +191,204 @@ AVX512 static void join(const Product *product, const int32_t *sums, int64_t row
   for (int i = 0; i < TILE; ++i) out[i] = total[i] * row_scale * scales[i];
 }
 
-static void multiply_tile(const Product *product, int64_t tile) {
+static void multiply_tile(const void *work, int64_t tile) {
+  const Product *product = work;
   alignas(64) int32_t sums[MAX_LIMBS * TILE];
   const int64_t in_dim = product->in_dim, num_limbs = product->num_limbs;
   for (int64_t row = 0; row < product->num_rows;) {
     int64_t rows = product->num_rows - row;
     if (rows > MAX_LIMBS / num_limbs) rows = MAX_LIMBS / num_limbs;
-    multiply_limbs(product->limbs + row * num_limbs * in_dim,
+    multiply_limbs(product->limbs + row * num_limbs * padded(in_dim),
                    product->values + tile * TILE * in_dim, sums, in_dim, rows * num_limbs);
     for (const int32_t *next = sums; rows--; next += num_limbs * TILE)
       join(product, next, row++, tile);
   }
 }
 
-static void release(Product *product) {
-  if (atomic_fetch_sub(&product->users, 1) == 1) free(product);
-}
-
-static void multiply_tiles(void *data) {
-  Product *product = data;
-  while (!atomic_load(&product->is_split)) _mm_pause();
-  for (;;) {
-    const int64_t tile = atomic_fetch_add(&product->next_tile, 1);
-    if (tile >= product->num_tiles) break;
-    multiply_tile(product, tile);
-    atomic_fetch_add(&product->tiles_done, 1);
-  }
-  release(product);
-}
-
-static int failed(const XLA_FFI_Api *api, XLA_FFI_Error *error) {
-  if (!error) return 0;
-  XLA_FFI_Error_Destroy_Args args = {sizeof args, NULL, error};
-  api->XLA_FFI_Error_Destroy(&args);
-  return 1;
-}
-
-XLA_FFI_Error *int8_products(XLA_FFI_CallFrame *frame) {
-  const XLA_FFI_Extension_Base *extension = frame->extension_start;
-  if (extension && extension->type == XLA_FFI_Extension_Metadata) {  // asked at registration
-    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
-    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-    return NULL;
-  }
-  XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args, *out = frame->rets.rets[0];
+XLA_FFI_Error *multiply_rows(XLA_FFI_CallFrame *frame) {
+  if (asks_version(frame)) return NULL;
+  const XLA_FFI_Buffer *rows = argument(frame, 0), *out = frame->rets.rets[0];
   const int64_t num_limbs = *(const int64_t *)((XLA_FFI_Scalar *)frame->attrs.attrs[0])->value;
-  const int64_t num_rows = args[0]->dims[0], in_dim = args[0]->dims[1];
-  Product *product = malloc(sizeof *product + num_rows * (sizeof(float) + num_limbs * in_dim));
-  if (!product) abort();
-  *product = (Product){args[0]->data, args[1]->data, args[2]->data, args[3]->data, out->data,
-                       num_rows, num_limbs, in_dim, out->dims[1], out->dims[1] / TILE,
-                       (float *)(product + 1), (uint8_t *)(product + 1) + num_rows * sizeof(float)};
+  const int64_t num_rows = rows->dims[0], in_dim = rows->dims[1], out_dim = out->dims[1];
+  float *row_scales = malloc(num_rows * (sizeof(float) + num_limbs * padded(in_dim)));
+  if (!row_scales) abort();
+  uint8_t *limbs = (uint8_t *)(row_scales + num_rows);
+  const Product product = {limbs, row_scales, argument(frame, 1)->data, argument(frame, 2)->data,
+                           argument(frame, 3)->data, out->data, num_rows, num_limbs, in_dim,
+                           out_dim};
+  Job *job = begin(frame, multiply_tile, &product, out_dim / TILE, INT64_MAX);
+  for (int64_t row = 0; row < num_rows; ++row)  // while the others wake up
+    row_scales[row] = split((const float *)rows->data + row * in_dim,
+                            limbs + row * num_limbs * padded(in_dim), in_dim, num_limbs);
+  finish(job);
+  free(row_scales);
+  return NULL;
+}
 
-  int64_t num_threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args pool = {sizeof pool, NULL, frame->ctx, &num_threads};
-  if (failed(frame->api, frame->api->XLA_FFI_ThreadPool_NumThreads(&pool))) num_threads = 1;
-  const int64_t num_users = num_threads < product->num_tiles ? num_threads : product->num_tiles;
-  const int64_t num_helpers = num_users > 1 ? num_users - 1 : 0;
-  atomic_init(&product->users, num_helpers + 2);
-  for (int64_t i = 0; i < num_helpers; ++i) {  // they wake up while rows become limbs
-    XLA_FFI_ThreadPool_Schedule_Args task = {sizeof task, NULL, frame->ctx, multiply_tiles, product};
-    if (failed(frame->api, frame->api->XLA_FFI_ThreadPool_Schedule(&task))) release(product);
+// Attention
+//
+// A query's keys are the committed ones and those of its own tree's path, in this order; masked
+// ones are left out, not added as zeros. All sums follow the order of these keys, so a query's
+// bits depend on its path alone: not on its neighbours, nor on which keys are committed.
+
+enum { KEYS = 16, MAX_QUERIES = 8, MIN_WORK = 1 << 16 };
+
+#define FOR_KEYS _Pragma("GCC unroll 16") for (int i = 0; i < KEYS; ++i)
+
+typedef struct {
+  const float *q;                   // [B K queries H], queries of a key head: group by group, T each
+  const float *stored[2], *own[2];  // keys and values, [B K S H] and [B K M H]
+  const int32_t *length;            // [B]
+  const uint8_t *can_attend;        // [B or 1, T M]
+  float *out;                       // [B T K groups H]
+  int64_t K, T, H, S, M, num_groups, num_blocks, mask_size;
+} Attention;
+
+INLINE __m512 exponential(__m512 x) {
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
+  __m512 sum = _mm512_set1_ps(1.0f / 5040);
+  const float factors[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
+  for (int i = 0; i < 7; ++i) sum = _mm512_fmadd_ps(sum, x, _mm512_set1_ps(factors[i]));
+  return _mm512_scalef_ps(sum, n);
+}
+
+// Sums each of 16 vectors; sum i becomes element i.
+INLINE __m512 sum_each(const __m512 *x) {
+  __m512 quads[4];
+  _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i, x += 4) {
+    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
   }
-  for (int64_t row = 0; row < num_rows; ++row)
-    product->row_scales[row] = split(product->rows + row * in_dim,
-                                     product->limbs + row * num_limbs * in_dim, in_dim, num_limbs);
-  atomic_store(&product->is_split, true);
-  multiply_tiles(product);
-  while (atomic_load(&product->tiles_done) < product->num_tiles) _mm_pause();
-  release(product);
+  const __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x44),
+                                 _mm512_shuffle_f32x4(quads[0], quads[1], 0xee));
+  const __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x44),
+                                 _mm512_shuffle_f32x4(quads[2], quads[3], 0xee));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+// Multiplies a query by 16 keys.
+INLINE void score(const float *query, const float *const *keys, float *scores, int64_t H) {
+  __m512 sums[KEYS];
+  FOR_KEYS sums[i] = _mm512_setzero_ps();
+  for (int64_t h = 0; h < H; h += 16) {
+    const __mmask16 mask = mask_of(H - h);
+    const __m512 elements = _mm512_maskz_loadu_ps(mask, query + h);
+    FOR_KEYS sums[i] = _mm512_fmadd_ps(elements, _mm512_maskz_loadu_ps(mask, keys[i] + h), sums[i]);
+  }
+  _mm512_storeu_ps(scores, sum_each(sums));
+}
+
+// Adds up to 16 values times their weights.
+INLINE void add(float *sums, const float *weights, const float *const *values, int64_t count,
+                int64_t H) {
+  for (int64_t h = 0; h < H; h += 16) {
+    const __mmask16 mask = mask_of(H - h);
+    __m512 sum = _mm512_maskz_loadu_ps(mask, sums + h);
+    for (int64_t i = 0; i < count; ++i)
+      sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[i]), _mm512_maskz_loadu_ps(mask, values[i] + h),
+                            sum);
+    _mm512_mask_storeu_ps(sums + h, mask, sum);
+  }
+}
+
+// Turns scores into weights, not normalised, and returns their sum.
+AVX512 static float weigh(float *scores, int64_t count, float factor) {
+  __m512 highest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512 x = _mm512_loadu_ps(scores + i);
+    highest = _mm512_mask_max_ps(highest, mask_of(count - i), highest, x);
+  }
+  highest = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512 x = _mm512_sub_ps(_mm512_loadu_ps(scores + i), highest);
+    const __m512 weights = exponential(_mm512_mul_ps(x, _mm512_set1_ps(factor)));
+    total = _mm512_mask_add_ps(total, mask_of(count - i), total, weights);
+    _mm512_storeu_ps(scores + i, weights);
+  }
+  return _mm512_reduce_add_ps(total);
+}
+
+// Points to up to 16 rows of an array, the last of them again where it has fewer.
+static int64_t point(const float **rows, const float *array, const int32_t *index, int64_t first,
+                     int64_t count, int64_t H) {
+  count = count - first < KEYS ? count - first : KEYS;
+  for (int64_t i = 0; i < KEYS; ++i) {
+    const int64_t row = first + (i < count ? i : count - 1);
+    rows[i] = array + (index ? index[row] : row) * H;
+  }
+  return count;
+}
+
+// Up to 8 queries of a key head.
+AVX512 static void attend_queries(const void *work, int64_t piece) {
+  const Attention *a = work;
+  const int64_t H = a->H, M = a->M, T = a->T, head = piece / a->num_blocks;
+  const int64_t first = piece % a->num_blocks * MAX_QUERIES, remaining = a->num_groups * T - first;
+  const int64_t num_queries = remaining < MAX_QUERIES ? remaining : MAX_QUERIES;
+  const int64_t b = head / a->K, length = a->length[b], size = length + M + KEYS;
+  const float *q = a->q + (head * a->num_groups * T + first) * H, *rows[KEYS];
+  const float *k = a->stored[0] + head * a->S * H, *v = a->stored[1] + head * a->S * H;
+  const float *own_k = a->own[0] + head * M * H, *own_v = a->own[1] + head * M * H;
+  float *all_scores = malloc(num_queries * size * sizeof(float) + M * sizeof(int32_t));
+  if (!all_scores) abort();
+  int32_t *path = (int32_t *)(all_scores + num_queries * size);
+
+  for (int64_t i = 0; i < length; i += KEYS) {
+    point(rows, k, NULL, i, length, H);
+    for (int64_t j = 0; j < num_queries; ++j) score(q + j * H, rows, all_scores + j * size + i, H);
+  }
+  float *outputs[MAX_QUERIES], totals[MAX_QUERIES];
+  for (int64_t j = 0; j < num_queries; ++j) {
+    const int64_t t = (first + j) % T, group = (first + j) / T;
+    const uint8_t *can_attend = a->can_attend + b * a->mask_size + t * M;
+    float *scores = all_scores + j * size;
+    int64_t count = 0;
+    for (int64_t m = 0; m < M; ++m)
+      if (can_attend[m]) path[count++] = m;
+    for (int64_t i = 0; i < count; i += KEYS) {
+      point(rows, own_k, path, i, count, H);
+      score(q + j * H, rows, scores + length + i, H);
+    }
+    totals[j] = weigh(scores, length + count, 1 / sqrtf(H));
+    outputs[j] = a->out + (((b * T + t) * a->K + head % a->K) * a->num_groups + group) * H;
+    memset(outputs[j], 0, H * sizeof(float));
+  }
+  for (int64_t i = 0; i < length; i += KEYS) {
+    const int64_t count = point(rows, v, NULL, i, length, H);
+    for (int64_t j = 0; j < num_queries; ++j) add(outputs[j], all_scores + j * size + i, rows, count, H);
+  }
+  for (int64_t j = 0; j < num_queries; ++j) {
+    const uint8_t *can_attend = a->can_attend + b * a->mask_size + (first + j) % T * M;
+    const float *weights = all_scores + j * size + length;
+    for (int64_t m = 0; m < M; ++m)
+      if (can_attend[m]) rows[0] = own_v + m * H, add(outputs[j], weights++, rows, 1, H);
+    const float factor = totals[j] == 0 ? 0 : 1 / totals[j];
+    for (int64_t h = 0; h < H; ++h) outputs[j][h] *= factor;
+  }
+  free(all_scores);
+}
+
+XLA_FFI_Error *attend(XLA_FFI_CallFrame *frame) {
+  if (asks_version(frame)) return NULL;
+  const XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *v = argument(frame, 2);
+  const XLA_FFI_Buffer *length = argument(frame, 3), *own_k = argument(frame, 4);
+  const XLA_FFI_Buffer *own_v = argument(frame, 5), *can_attend = argument(frame, 6);
+  const XLA_FFI_Buffer *out = frame->rets.rets[0];
+  const int64_t B = k->dims[0], K = k->dims[1], S = k->dims[2], H = k->dims[3];
+  const int64_t N = q->dims[1], T = q->dims[2], M = own_k->dims[2];
+  const int64_t num_blocks = (N / K * T + MAX_QUERIES - 1) / MAX_QUERIES;
+  const Attention attention = {
+      q->data, {k->data, v->data}, {own_k->data, own_v->data}, length->data, can_attend->data,
+      out->data, K, T, H, S, M, N / K, num_blocks,
+      can_attend->dims[0] == 1 ? 0 : T * M};
+  int64_t num_keys = B * M;
+  for (int64_t b = 0; b < B; ++b) num_keys += attention.length[b];
+  const int64_t max_helpers = num_keys * N * T * H / MIN_WORK;
+  finish(begin(frame, attend_queries, &attention, B * K * num_blocks, max_helpers));
   return NULL;
 }

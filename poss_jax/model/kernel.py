@@ -18,11 +18,11 @@ import numpy as np
 
 from poss_jax.config.processor import Int8Products, compile_library, int8_products
 from poss_jax.config.reading import UserError
-from poss_jax.shapes import Array, Float, Int
+from poss_jax.shapes import Array, Bool, Float, Int
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
-_TARGET = "poss_jax_int8_products"
+_MULTIPLY, _ATTEND = "poss_jax_multiply_rows", "poss_jax_attend"
 _TILE = 32  # outputs
 
 
@@ -42,8 +42,8 @@ def _register() -> bool:
         output = " ".join((getattr(error, "stderr", None) or str(error)).split())[:300]
         _LOG.warning("int8 products by XLA, slower: kernel.c cannot be compiled: %s", output)
         return False
-    capsule = jax.ffi.pycapsule(library.int8_products)
-    jax.ffi.register_ffi_target(_TARGET, capsule, platform="cpu")
+    for name, function in ((_MULTIPLY, library.multiply_rows), (_ATTEND, library.attend)):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
     return True
 
 
@@ -93,4 +93,27 @@ def multiply_tiles(
       num_limbs: limbs per element, 1 to 3.
     """
     shape = jax.ShapeDtypeStruct((len(rows), len(values)), jnp.float32)
-    return jax.ffi.ffi_call(_TARGET, shape)(rows, values, sums, scale, num_limbs=np.int64(num_limbs))
+    return jax.ffi.ffi_call(_MULTIPLY, shape)(rows, values, sums, scale, num_limbs=np.int64(num_limbs))
+
+
+def has_attention(q: Array, k: Array) -> bool:
+    """Tells whether `attend` serves these queries and keys: float32, on one device."""
+    is_alone = jax.sharding.get_abstract_mesh().empty
+    return q.dtype == k.dtype == jnp.float32 and is_alone and has_kernel()
+
+
+def attend(
+    q: Float[Array, "B N T H"],
+    stored: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
+    length: Int[Array, " B"],
+    own: tuple[Float[Array, "B K M H"], Float[Array, "B K M H"]],
+    can_attend: Bool[Array, "#B T M"],
+) -> Float[Array, "B T N*H"]:
+    """Attends as `cache.attend_cached` does; a row that may attend nothing becomes zeros.
+
+    A row's bits depend on the keys that it attends and their order, not on which of them are
+    committed, nor on other rows.
+    """
+    B, N, T, H = q.shape
+    shape = jax.ShapeDtypeStruct((B, T, N * H), jnp.float32)
+    return jax.ffi.ffi_call(_ATTEND, shape)(q, *stored, length, *own, can_attend)
