@@ -4,8 +4,8 @@
 // only for pieces that others have begun, so it does not matter when, or if, the pool runs its
 // tasks.
 
+#include <float.h>
 #include <immintrin.h>
-#include <math.h>
 #include <stdalign.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -94,6 +94,36 @@ static const XLA_FFI_Buffer *argument(const XLA_FFI_CallFrame *frame, int index)
   return frame->args.args[index];
 }
 
+static int64_t padded(int64_t size) { return (size + 15) & ~(int64_t)15; }
+
+static float root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
+
+INLINE __mmask16 mask_of(int64_t count) { return count < 16 ? (1 << count) - 1 : 0xffff; }
+
+// RMSNorm
+
+AVX512 static void normalise_row(const float *row, const float *scale, float *out, int64_t size,
+                                 float eps) {
+  __m512 total = _mm512_setzero_ps();
+  for (int64_t i = 0; i < size; i += 16) {
+    const __m512 elements = _mm512_maskz_loadu_ps(mask_of(size - i), row + i);
+    total = _mm512_fmadd_ps(elements, elements, total);
+  }
+  const float factor = 1 / root(_mm512_reduce_add_ps(total) / size + eps);
+  for (int64_t i = 0; i < size; ++i) out[i] = row[i] * factor * scale[i];
+}
+
+XLA_FFI_Error *normalise(XLA_FFI_CallFrame *frame) {
+  if (asks_version(frame)) return NULL;
+  const XLA_FFI_Buffer *rows = argument(frame, 0), *out = frame->rets.rets[0];
+  const float eps = *(const float *)((XLA_FFI_Scalar *)frame->attrs.attrs[0])->value;
+  const int64_t num_rows = rows->dims[0], size = rows->dims[1];
+  for (int64_t i = 0; i < num_rows * size; i += size)
+    normalise_row((const float *)rows->data + i, argument(frame, 1)->data, (float *)out->data + i,
+                  size, eps);
+  return NULL;
+}
+
 // Products
 //
 // Rows become uint8 limbs, as linear.py says. A tile holds 32 outputs: for every four elements of a
@@ -113,10 +143,6 @@ typedef struct {
   float *out;               // [num_rows out_dim]
   int64_t num_rows, num_limbs, in_dim, out_dim;
 } Product;
-
-static int64_t padded(int64_t size) { return (size + 15) & ~(int64_t)15; }
-
-INLINE __mmask16 mask_of(int64_t count) { return count < 16 ? (1 << count) - 1 : 0xffff; }
 
 // Writes a row as limbs plus 128, times a scale, which it returns.
 AVX512 static float split(const float *row, uint8_t *limbs, int64_t in_dim, int64_t num_limbs) {
@@ -298,7 +324,7 @@ INLINE void add(float *sums, const float *weights, const float *const *values, i
 
 // Turns scores into weights, not normalised, and returns their sum.
 AVX512 static float weigh(float *scores, int64_t count, float factor) {
-  __m512 highest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+  __m512 highest = _mm512_set1_ps(-FLT_MAX), total = _mm512_setzero_ps();
   for (int64_t i = 0; i < count; i += 16) {
     const __m512 x = _mm512_loadu_ps(scores + i);
     highest = _mm512_mask_max_ps(highest, mask_of(count - i), highest, x);
@@ -354,7 +380,7 @@ AVX512 static void attend_queries(const void *work, int64_t piece) {
       point(rows, own_k, path, i, count, H);
       score(q + j * H, rows, scores + length + i, H);
     }
-    totals[j] = weigh(scores, length + count, 1 / sqrtf(H));
+    totals[j] = weigh(scores, length + count, 1 / root(H));
     outputs[j] = a->out + (((b * T + t) * a->K + head % a->K) * a->num_groups + group) * H;
     memset(outputs[j], 0, H * sizeof(float));
   }

@@ -22,7 +22,8 @@ from poss_jax.shapes import Array, Bool, Float, Int
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
-_MULTIPLY, _ATTEND = "poss_jax_multiply_rows", "poss_jax_attend"
+_PREFIX = "poss_jax_"
+_FUNCTIONS = ("multiply_rows", "attend", "normalise")
 _TILE = 32  # outputs
 
 
@@ -42,8 +43,9 @@ def _register() -> bool:
         output = " ".join((getattr(error, "stderr", None) or str(error)).split())[:300]
         _LOG.warning("int8 products by XLA, slower: kernel.c cannot be compiled: %s", output)
         return False
-    for name, function in ((_MULTIPLY, library.multiply_rows), (_ATTEND, library.attend)):
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+    for name in _FUNCTIONS:
+        capsule = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(_PREFIX + name, capsule, platform="cpu")
     return True
 
 
@@ -93,13 +95,23 @@ def multiply_tiles(
       num_limbs: limbs per element, 1 to 3.
     """
     shape = jax.ShapeDtypeStruct((len(rows), len(values)), jnp.float32)
-    return jax.ffi.ffi_call(_MULTIPLY, shape)(rows, values, sums, scale, num_limbs=np.int64(num_limbs))
+    return jax.ffi.ffi_call(f"{_PREFIX}multiply_rows", shape)(
+        rows, values, sums, scale, num_limbs=np.int64(num_limbs)
+    )
 
 
-def has_attention(q: Array, k: Array) -> bool:
-    """Tells whether `attend` serves these queries and keys: float32, on one device."""
+def serves(*arrays: Array) -> bool:
+    """Tells whether `attend` and `normalise` serve arrays: float32, on one device."""
     is_alone = jax.sharding.get_abstract_mesh().empty
-    return q.dtype == k.dtype == jnp.float32 and is_alone and has_kernel()
+    return all(x.dtype == jnp.float32 for x in arrays) and is_alone and has_kernel()
+
+
+def normalise(
+    rows: Float[Array, "rows D"], scale: Float[Array, " D"], *, eps: float
+) -> Float[Array, "rows D"]:
+    """Normalises as `layers.rms_norm` does; a row's bits do not depend on the number of rows."""
+    shape = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
+    return jax.ffi.ffi_call(f"{_PREFIX}normalise", shape)(rows, scale, eps=np.float32(eps))
 
 
 def attend(
@@ -116,4 +128,4 @@ def attend(
     """
     B, N, T, H = q.shape
     shape = jax.ShapeDtypeStruct((B, T, N * H), jnp.float32)
-    return jax.ffi.ffi_call(_ATTEND, shape)(q, *stored, length, *own, can_attend)
+    return jax.ffi.ffi_call(f"{_PREFIX}attend", shape)(q, *stored, length, *own, can_attend)

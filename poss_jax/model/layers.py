@@ -17,6 +17,7 @@ from flax import linen as nn
 from jax import lax
 
 from poss_jax.config.models import LlamaConfig, RopeConfig
+from poss_jax.model.kernel import normalise, serves
 from poss_jax.model.linear import linear
 from poss_jax.model.sharding import Axes
 from poss_jax.shapes import Array, Float, Int, Params
@@ -82,9 +83,25 @@ def rms_norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "*rows D"]:
     """Divides each row by its root mean square (in fp32) and multiplies by `scale`."""
+    on_cpu = {"cpu": partial(_normalise_on_cpu, eps)} if serves(x, scale) else {}
+    return lax.platform_dependent(x, scale, **on_cpu, default=partial(_normalise, eps))
+
+
+def _normalise(eps: float, x: Array, scale: Array) -> Array:
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _normalise_on_cpu(eps: float, x: Array, scale: Array) -> Array:
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return normalise(rows, scale, eps=eps).reshape(x.shape)
+
+
+@_normalise_on_cpu.defjvp
+def _differentiate(eps: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    return jax.jvp(partial(_normalise, eps), primals, tangents)
 
 
 def rope_frequencies(

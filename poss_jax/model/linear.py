@@ -195,7 +195,9 @@ def split_limbs(
     scale = jnp.where(highest == 0, 1.0, highest * np.float32(1 / 127))
     shifts = np.arange(num_limbs, dtype=np.int32)[::-1, None, None] * 8
     offset = int((128 << shifts).sum())
-    fixed_point = jnp.round(rows * (1 / scale) * 256.0 ** (num_limbs - 1)).astype(jnp.int32) + offset
+    fixed_point = (
+        jnp.round(rows * (1 / scale) * 256.0 ** (num_limbs - 1)).astype(jnp.int32) + offset
+    )
     return scale, (fixed_point[None] >> shifts).astype(jnp.uint8)
 
 
