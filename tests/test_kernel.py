@@ -1,6 +1,7 @@
-"""The kernel for int8 weights on a CPU: the bits of XLA's products, and a compiler that fails."""
+"""The kernel on a CPU: what XLA computes, bits that no neighbour changes, a compiler that fails."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from models import make_engine, random_target, tiny_llama
 from poss_jax import UserError
 from poss_jax.config import processor
 from poss_jax.config.processor import SETTING, int8_products
-from poss_jax.model import kernel
+from poss_jax.model import kernel, target
+from poss_jax.model.cache import init_cache
+from poss_jax.model.layers import _normalise, rms_norm
 from poss_jax.model.linear import linear
 from poss_jax.model.quantise import (
     Quantised,
@@ -72,7 +75,7 @@ def test_tiles_do_not_change_bits(num_outputs, width):
 def test_threads_multiply_at_once():
     """As a server does whose batches of several sizes compile while others decode."""
     weight, rows = draw(1056, 36), rows_of(5, 36)
-    tiled, product = tile(weight), jax.jit(linear)
+    tiled, product = tile(weight).replace(num_limbs=weight.num_limbs), jax.jit(linear)
     want = np.asarray(product(rows, weight))
     with ThreadPoolExecutor(8) as pool:
         for got in pool.map(lambda _: np.asarray(product(rows, tiled)), range(400)):
@@ -96,7 +99,104 @@ def test_draft_takes_rows_of_a_tiled_head():
 
 
 @needs_kernel
-def test_engine_with_the_kernel_writes_the_same(monkeypatch):
+@pytest.mark.parametrize("num_rows", [1, 7, 64])
+@pytest.mark.parametrize("width", [4, 36, 576])
+def test_rows_are_normalised(num_rows, width):
+    rows, scale = rows_of(num_rows, width), rows_of(1, width)[0]
+    got = kernel.normalise(rows, scale, eps=1e-3)
+    wide = np.asarray(rows, np.float64)
+    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3) * np.asarray(scale)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@needs_kernel
+def test_norms_have_gradients():
+    rows, scale = rows_of(3, 8), rows_of(1, 8)[0]
+
+    def loss(norm):
+        return jax.grad(lambda x, s: (norm(x, s) ** 3).sum(), argnums=(0, 1))(rows, scale)
+
+    got, want = loss(partial(rms_norm, eps=1e-3)), loss(partial(_normalise, 1e-3))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), got, want)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("batch", "heads", "queries", "width", "lengths", "num_own"),
+    [
+        (1, (2, 1), 3, 4, [0], 3),  # nothing is committed
+        (2, (9, 3), 5, 64, [100, 1], 5),
+        (3, (4, 2), 1, 8, [16, 17, 40], 1),
+        (1, (4, 4), 33, 80, [40], 50),
+        (2, (2, 1), 4, 20, [7, 33], 0),
+    ],
+)
+def test_attention_is_a_softmax(batch, heads, queries, width, lengths, num_own):
+    rng = np.random.default_rng(queries)
+
+    def rows(num_heads, count):
+        return jnp.asarray(rng.normal(size=(batch, num_heads, count, width)), jnp.float32)
+
+    (N, K), S = heads, 128
+    q, stored, own = rows(N, queries), (rows(K, S), rows(K, S)), (rows(K, num_own),) * 2
+    among = jnp.asarray(rng.random((batch, queries, num_own)) < 0.5)
+    got = jax.jit(kernel.attend)(q, stored, jnp.asarray(lengths), own, among)
+    is_committed = np.arange(S) < np.reshape(lengths, (-1, 1, 1))
+    is_attended = np.concatenate(
+        [np.broadcast_to(is_committed, (batch, queries, S)), among], axis=-1
+    )
+    k, v = (
+        np.concatenate(pair, 2).repeat(N // K, 1).astype(np.float64)
+        for pair in zip(stored, own, strict=True)
+    )
+    scores = np.einsum("bnth,bnsh->bnts", q, k) * width**-0.5
+    weights = np.exp(np.where(is_attended[:, None], scores, -np.inf))
+    total = np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    want = np.einsum("bnts,bnsh->btnh", weights / total, v).reshape(batch, queries, -1)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@needs_kernel
+@pytest.mark.parametrize("chunk", [3, 8, 30])
+def test_no_neighbour_changes_the_bits_of_a_row(chunk):
+    """Logits and keys of decoding one by one, of prompts in chunks, of a tree: equal to the bit."""
+    config = tiny_llama(vocab_size=64, hidden_size=64, head_dim=16, num_heads=4, num_kv_heads=2)
+    params = tile_values(sum_values(quantise_target(random_target(config), "int8")))
+    tokens = np.random.default_rng(0).integers(0, 64, (1, 30))
+    cache = init_cache(config, num_layers=2, size=64, rope_length=jnp.array([64]), dtype="float32")
+    one_by_one, logits = cache, []
+    step = jax.jit(target.decode, static_argnums=1)
+    for token in tokens[0]:
+        newest, one_by_one = step(params, config, one_by_one, jnp.asarray([token]))
+        logits.append(np.asarray(newest[0]))
+
+    lengths, num_chunks = jnp.asarray([30]), -(-30 // chunk)
+    state = target.begin_prefill(params, config, cache)
+    state = target.run_chunks(
+        params, config, state, jnp.asarray(tokens), lengths, (0, num_chunks), chunk=chunk
+    )
+    prefilled = target.end_prefill(params, state, lengths)
+    np.testing.assert_array_equal(prefilled.logits[0], logits[-1])
+    caches = (cache.k + cache.v for cache in (prefilled.cache, one_by_one))
+    for got, want in zip(*caches, strict=True):
+        np.testing.assert_array_equal(got[:, :, :30], want[:, :, :30])
+
+    first, num_nodes = 30 - chunk, 2 * chunk
+    is_path = np.arange(num_nodes) % 2 == 0  # every other node is on the path
+    ancestors = (is_path[None] & np.tri(num_nodes, dtype=bool)) | np.eye(num_nodes, dtype=bool)
+    verified = target.verify(
+        params,
+        config,
+        one_by_one.replace(length=jnp.asarray([first])),
+        jnp.asarray(np.repeat(tokens[:, first:], 2, axis=1)),
+        jnp.arange(num_nodes)[None] // 2,
+        jnp.asarray(ancestors)[None],
+    )
+    np.testing.assert_array_equal(verified.logits[0][is_path], logits[first:])
+
+
+@needs_kernel
+def test_engine_chooses_the_kernel(monkeypatch):
     config = tiny_llama(hidden_size=32, intermediate_size=64, vocab_size=64)
     params = quantise_target(random_target(config), "int8")
     answers, tiled = [], []

@@ -112,13 +112,16 @@ def sum_values(params: Params) -> Params:
 
 
 def tile_values(params: Params) -> Params:
-    """Orders int8 values that have sums for our kernel, where their shapes fit."""
+    """Orders int8 values that have sums for our kernel, where their shapes fit.
+
+    Rows become two limbs there: no bit of a row depends on others, so texts need no third.
+    """
 
     def visit(leaf: Any) -> Any:
         is_summed = isinstance(leaf, Quantised) and leaf.sums is not None and not leaf.is_tiled
         if not is_summed or not fits_tiles(leaf.shape):
             return leaf
-        return leaf.replace(values=to_tiles(leaf.values), is_tiled=True)
+        return leaf.replace(values=to_tiles(leaf.values), is_tiled=True, num_limbs=2)
 
     return _map_weights(visit, params)
 
@@ -128,7 +131,10 @@ def untile_values(params: Params) -> Params:
 
     def visit(leaf: Any) -> Any:
         is_tiled = isinstance(leaf, Quantised) and leaf.is_tiled
-        return leaf.replace(values=from_tiles(leaf.values), is_tiled=False) if is_tiled else leaf
+        if not is_tiled:
+            return leaf
+        num_limbs = Quantised.num_limbs
+        return leaf.replace(values=from_tiles(leaf.values), is_tiled=False, num_limbs=num_limbs)
 
     return _map_weights(visit, params)
 
