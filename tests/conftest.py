@@ -44,6 +44,17 @@ def fixtures() -> Path:
 
 
 @pytest.fixture
+def without_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attention and norms on a CPU are XLA's, which it can count."""
+    from poss_jax.model import kernel
+
+    jax.clear_caches()
+    monkeypatch.setattr(kernel, "has_kernel", lambda: False)
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
 def asks_json(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process was started with --json, so programs print their whole result."""
     monkeypatch.setattr("sys.argv", ["program", "--json"])

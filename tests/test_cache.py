@@ -79,6 +79,7 @@ def test_commit_of_any_path(batch):
             np.testing.assert_array_equal(after[row, :, : want.shape[1]], want)
 
 
+@pytest.mark.usefixtures("without_kernel")
 @pytest.mark.parametrize(
     ("platform", "queries", "size", "is_whole"),
     [

@@ -195,6 +195,7 @@ def engine() -> Engine:
     return make_engine(llama, random_target(llama), config, tree=tree)
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_xla_counts_the_same(engine):
     """FLOPs are between 0.8 and 1 times XLA's; the phases' add up to the round's.
 

@@ -130,7 +130,7 @@ XLA_FFI_Error *normalise(XLA_FFI_CallFrame *frame) {
 // row, the 32 x 4 values that meet them. So a tile is read from end to end, once for up to 12 limbs
 // of rows, whose sums stay in registers.
 
-enum { TILE = 32, MAX_LIMBS = 12, AHEAD = 2048 };
+enum { TILE = 32, MAX_LIMBS = 12, AHEAD = 8192 };
 
 #define FOR_LIMBS _Pragma("GCC unroll 12") for (int limb = 0; limb < num_limbs; ++limb)
 
