@@ -130,7 +130,10 @@ XLA_FFI_Error *normalise(XLA_FFI_CallFrame *frame) {
 // row, the 32 x 4 values that meet them. So a tile is read from end to end, once for up to 12 limbs
 // of rows, whose sums stay in registers.
 
-enum { TILE = 32, MAX_LIMBS = 12, AHEAD = 8192 };
+#ifndef PS
+#define PS(o) (((o)/TILE+7)/8)
+#endif
+enum { TILE = 32, MAX_LIMBS = 12 };
 
 #define FOR_LIMBS _Pragma("GCC unroll 12") for (int limb = 0; limb < num_limbs; ++limb)
 
@@ -141,7 +144,7 @@ typedef struct {
   const int32_t *sums;      // [out_dim] of each output's values
   const float *scales;      // [out_dim]
   float *out;               // [num_rows out_dim]
-  int64_t num_rows, num_limbs, in_dim, out_dim;
+  int64_t num_rows, num_limbs, in_dim, out_dim, piece_size;  // tiles
 } Product;
 
 // Writes a row as limbs plus 128, times a scale, which it returns.
@@ -169,13 +172,14 @@ AVX512 static float split(const float *row, uint8_t *limbs, int64_t in_dim, int6
   return scale;
 }
 
-INLINE void multiply(const uint8_t *limbs, const int8_t *tile, int32_t *sums, int64_t in_dim,
-                     const int num_limbs) {
+// Multiplies limbs by a tile while `next`, a part of the next one, is read into the cache.
+INLINE void multiply(const uint8_t *limbs, const int8_t *tile, const int8_t *next, int64_t step,
+                     int32_t *sums, int64_t in_dim, const int num_limbs) {
   __m512i low[MAX_LIMBS], high[MAX_LIMBS];
   FOR_LIMBS low[limb] = high[limb] = _mm512_setzero_si512();
-  for (int64_t i = 0; i < in_dim; i += 4, tile += 4 * TILE) {
-    _mm_prefetch((const char *)tile + AHEAD, _MM_HINT_T0);
-    _mm_prefetch((const char *)tile + AHEAD + 64, _MM_HINT_T0);
+  for (int64_t i = 0; i < in_dim; i += 4, tile += 4 * TILE, next += step) {
+    _mm_prefetch((const char *)next, _MM_HINT_T1);
+    _mm_prefetch((const char *)next + 64, _MM_HINT_T1);
     const __m512i low_values = _mm512_loadu_si512(tile);
     const __m512i high_values = _mm512_loadu_si512(tile + 2 * TILE);
     FOR_LIMBS {
@@ -195,10 +199,10 @@ INLINE void multiply(const uint8_t *limbs, const int8_t *tile, int32_t *sums, in
 // One copy of the loops for every number of limbs.
 #define CASE(n) \
   case n:       \
-    return multiply(limbs, tile, sums, in_dim, n);
+    return multiply(limbs, tile, next, step, sums, in_dim, n);
 
-AVX512 static void multiply_limbs(const uint8_t *limbs, const int8_t *tile, int32_t *sums,
-                                  int64_t in_dim, int64_t num_limbs) {
+AVX512 static void multiply_limbs(const uint8_t *limbs, const int8_t *tile, const int8_t *next,
+                                  int64_t step, int32_t *sums, int64_t in_dim, int64_t num_limbs) {
   switch (num_limbs) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
     CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
@@ -217,18 +221,27 @@ AVX512 static void join(const Product *product, const int32_t *sums, int64_t row
   for (int i = 0; i < TILE; ++i) out[i] = total[i] * row_scale * scales[i];
 }
 
-static void multiply_tile(const void *work, int64_t tile) {
-  const Product *product = work;
+static void multiply_tile(const Product *product, int64_t tile) {
   alignas(64) int32_t sums[MAX_LIMBS * TILE];
   const int64_t in_dim = product->in_dim, num_limbs = product->num_limbs;
-  for (int64_t row = 0; row < product->num_rows;) {
-    int64_t rows = product->num_rows - row;
-    if (rows > MAX_LIMBS / num_limbs) rows = MAX_LIMBS / num_limbs;
-    multiply_limbs(product->limbs + row * num_limbs * padded(in_dim),
-                   product->values + tile * TILE * in_dim, sums, in_dim, rows * num_limbs);
-    for (const int32_t *next = sums; rows--; next += num_limbs * TILE)
-      join(product, next, row++, tile);
+  const int64_t num_rows = product->num_rows, max_rows = MAX_LIMBS / num_limbs;
+  const int64_t num_passes = (num_rows + max_rows - 1) / max_rows;
+  const int8_t *values = product->values + tile * TILE * in_dim, *next = values + TILE * in_dim;
+  for (int64_t pass = 0; pass < num_passes; ++pass) {
+    const int64_t first = pass * num_rows / num_passes, end = (pass + 1) * num_rows / num_passes;
+    multiply_limbs(product->limbs + first * num_limbs * padded(in_dim), values,
+                   next + pass * TILE * in_dim / num_passes, 4 * TILE / num_passes, sums, in_dim,
+                   (end - first) * num_limbs);
+    for (int64_t row = first; row < end; ++row)
+      join(product, sums + (row - first) * num_limbs * TILE, row, tile);
   }
+}
+
+static void multiply_tiles(const void *work, int64_t piece) {
+  const Product *product = work;
+  const int64_t first = piece * product->piece_size, num_tiles = product->out_dim / TILE;
+  for (int64_t tile = first; tile < first + product->piece_size && tile < num_tiles; ++tile)
+    multiply_tile(product, tile);
 }
 
 XLA_FFI_Error *multiply_rows(XLA_FFI_CallFrame *frame) {
@@ -241,8 +254,9 @@ XLA_FFI_Error *multiply_rows(XLA_FFI_CallFrame *frame) {
   uint8_t *limbs = (uint8_t *)(row_scales + num_rows);
   const Product product = {limbs, row_scales, argument(frame, 1)->data, argument(frame, 2)->data,
                            argument(frame, 3)->data, out->data, num_rows, num_limbs, in_dim,
-                           out_dim};
-  Job *job = begin(frame, multiply_tile, &product, out_dim / TILE, INT64_MAX);
+                           out_dim, PS(out_dim)};
+  const int64_t num_pieces = (out_dim / TILE + product.piece_size - 1) / product.piece_size;
+  Job *job = begin(frame, multiply_tiles, &product, num_pieces, INT64_MAX);
   for (int64_t row = 0; row < num_rows; ++row)  // while the others wake up
     row_scales[row] = split((const float *)rows->data + row * in_dim,
                             limbs + row * num_limbs * padded(in_dim), in_dim, num_limbs);
