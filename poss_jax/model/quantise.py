@@ -85,9 +85,9 @@ def quantise_target(params: Params, kind: Quantisation) -> Params:
 
 
 def quantise_specialists(draft: Params, kind: Quantisation) -> Params:
-    """Quantises the layers of a draft, as it is done for its target."""
-    layers = {name: params for name, params in draft.items() if isinstance(params, list)}
-    return draft | quantise_target(layers, kind)
+    """Quantises the layers of a draft and its `fc`, as it is done for its target."""
+    items = {name: item for name, item in draft.items() if isinstance(item, list) or name == "fc"}
+    return draft | quantise_target(items, kind)
 
 
 def round_rows(params: Params) -> Params:
