@@ -64,7 +64,16 @@ def compile_library(source: Path, include: str) -> Path:
       OSError: there is no compiler, or the folder cannot be written to.
       subprocess.SubprocessError: the compiler fails.
     """
-    command = [*_compiler(), "-O3", "-std=gnu11", "-shared", "-fPIC", f"-I{include}", str(source)]
+    command = [
+        *_compiler(),
+        "-O3",
+        "-std=gnu11",
+        "-shared",
+        "-fPIC",
+        f"-I{include}",
+        str(source),
+        "-lm",
+    ]
     text = "\0".join([source.read_text("utf-8"), *command])
     library = cache_folder() / f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():

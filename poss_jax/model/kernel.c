@@ -4,8 +4,8 @@
 // only for pieces that others have begun, so it does not matter when, or if, the pool runs its
 // tasks.
 
-#include <float.h>
 #include <immintrin.h>
+#include <math.h>
 #include <stdalign.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -49,13 +49,17 @@ static bool failed(const XLA_FFI_Api *api, XLA_FFI_Error *error) {
   return true;
 }
 
-// Wakes up to `max_helpers` threads of the pool; `work` may change until `finish`.
+static int64_t count_threads(const XLA_FFI_CallFrame *frame) {
+  int64_t count = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args pool = {sizeof pool, NULL, frame->ctx, &count};
+  return failed(frame->api, frame->api->XLA_FFI_ThreadPool_NumThreads(&pool)) || count < 1 ? 1 : count;
+}
+
+// Wakes up to `max_helpers` more threads; `work` may change until `finish`.
 static Job *begin(XLA_FFI_CallFrame *frame, void (*run)(const void *, int64_t), const void *work,
                   int64_t num_pieces, int64_t max_helpers) {
   const XLA_FFI_Api *api = frame->api;
-  int64_t num_helpers = 0;
-  XLA_FFI_ThreadPool_NumThreads_Args pool = {sizeof pool, NULL, frame->ctx, &num_helpers};
-  if (failed(api, api->XLA_FFI_ThreadPool_NumThreads(&pool)) || --num_helpers < 0) num_helpers = 0;
+  int64_t num_helpers = count_threads(frame) - 1;
   if (num_helpers > max_helpers) num_helpers = max_helpers;
   if (num_helpers >= num_pieces) num_helpers = num_pieces > 0 ? num_pieces - 1 : 0;
   Job *job = malloc(sizeof *job);
@@ -94,11 +98,27 @@ static const XLA_FFI_Buffer *argument(const XLA_FFI_CallFrame *frame, int index)
   return frame->args.args[index];
 }
 
+static int64_t divide_up(int64_t size, int64_t by) { return (size + by - 1) / by; }
+
 static int64_t padded(int64_t size) { return (size + 15) & ~(int64_t)15; }
 
-static float root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
-
 INLINE __mmask16 mask_of(int64_t count) { return count < 16 ? (1 << count) - 1 : 0xffff; }
+
+// Cosines and sines, which XLA would compute again in every product that they are factors of
+
+XLA_FFI_Error *cosines(XLA_FFI_CallFrame *frame) {
+  if (asks_version(frame)) return NULL;
+  const XLA_FFI_Buffer *angles = argument(frame, 0);
+  XLA_FFI_Buffer **out = (XLA_FFI_Buffer **)frame->rets.rets;
+  int64_t size = 1;
+  for (int64_t i = 0; i < angles->rank; ++i) size *= angles->dims[i];
+  for (int64_t i = 0; i < size; ++i) {
+    const float angle = ((const float *)angles->data)[i];
+    ((float *)out[0]->data)[i] = cosf(angle);
+    ((float *)out[1]->data)[i] = sinf(angle);
+  }
+  return NULL;
+}
 
 // RMSNorm
 
@@ -109,7 +129,7 @@ AVX512 static void normalise_row(const float *row, const float *scale, float *ou
     const __m512 elements = _mm512_maskz_loadu_ps(mask_of(size - i), row + i);
     total = _mm512_fmadd_ps(elements, elements, total);
   }
-  const float factor = 1 / root(_mm512_reduce_add_ps(total) / size + eps);
+  const float factor = 1 / sqrtf(_mm512_reduce_add_ps(total) / size + eps);
   for (int64_t i = 0; i < size; ++i) out[i] = row[i] * factor * scale[i];
 }
 
@@ -130,9 +150,6 @@ XLA_FFI_Error *normalise(XLA_FFI_CallFrame *frame) {
 // row, the 32 x 4 values that meet them. So a tile is read from end to end, once for up to 12 limbs
 // of rows, whose sums stay in registers.
 
-#ifndef PS
-#define PS(o) (((o)/TILE+7)/8)
-#endif
 enum { TILE = 32, MAX_LIMBS = 12 };
 
 #define FOR_LIMBS _Pragma("GCC unroll 12") for (int limb = 0; limb < num_limbs; ++limb)
@@ -225,7 +242,7 @@ static void multiply_tile(const Product *product, int64_t tile) {
   alignas(64) int32_t sums[MAX_LIMBS * TILE];
   const int64_t in_dim = product->in_dim, num_limbs = product->num_limbs;
   const int64_t num_rows = product->num_rows, max_rows = MAX_LIMBS / num_limbs;
-  const int64_t num_passes = (num_rows + max_rows - 1) / max_rows;
+  const int64_t num_passes = divide_up(num_rows, max_rows);
   const int8_t *values = product->values + tile * TILE * in_dim, *next = values + TILE * in_dim;
   for (int64_t pass = 0; pass < num_passes; ++pass) {
     const int64_t first = pass * num_rows / num_passes, end = (pass + 1) * num_rows / num_passes;
@@ -254,8 +271,8 @@ XLA_FFI_Error *multiply_rows(XLA_FFI_CallFrame *frame) {
   uint8_t *limbs = (uint8_t *)(row_scales + num_rows);
   const Product product = {limbs, row_scales, argument(frame, 1)->data, argument(frame, 2)->data,
                            argument(frame, 3)->data, out->data, num_rows, num_limbs, in_dim,
-                           out_dim, PS(out_dim)};
-  const int64_t num_pieces = (out_dim / TILE + product.piece_size - 1) / product.piece_size;
+                           out_dim, divide_up(out_dim / TILE, 4 * count_threads(frame))};
+  const int64_t num_pieces = divide_up(out_dim / TILE, product.piece_size);
   Job *job = begin(frame, multiply_tiles, &product, num_pieces, INT64_MAX);
   for (int64_t row = 0; row < num_rows; ++row)  // while the others wake up
     row_scales[row] = split((const float *)rows->data + row * in_dim,
@@ -338,7 +355,7 @@ INLINE void add(float *sums, const float *weights, const float *const *values, i
 
 // Turns scores into weights, not normalised, and returns their sum.
 AVX512 static float weigh(float *scores, int64_t count, float factor) {
-  __m512 highest = _mm512_set1_ps(-FLT_MAX), total = _mm512_setzero_ps();
+  __m512 highest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
   for (int64_t i = 0; i < count; i += 16) {
     const __m512 x = _mm512_loadu_ps(scores + i);
     highest = _mm512_mask_max_ps(highest, mask_of(count - i), highest, x);
@@ -394,7 +411,7 @@ AVX512 static void attend_queries(const void *work, int64_t piece) {
       point(rows, own_k, path, i, count, H);
       score(q + j * H, rows, scores + length + i, H);
     }
-    totals[j] = weigh(scores, length + count, 1 / root(H));
+    totals[j] = weigh(scores, length + count, 1 / sqrtf(H));
     outputs[j] = a->out + (((b * T + t) * a->K + head % a->K) * a->num_groups + group) * H;
     memset(outputs[j], 0, H * sizeof(float));
   }
@@ -421,7 +438,7 @@ XLA_FFI_Error *attend(XLA_FFI_CallFrame *frame) {
   const XLA_FFI_Buffer *out = frame->rets.rets[0];
   const int64_t B = k->dims[0], K = k->dims[1], S = k->dims[2], H = k->dims[3];
   const int64_t N = q->dims[1], T = q->dims[2], M = own_k->dims[2];
-  const int64_t num_blocks = (N / K * T + MAX_QUERIES - 1) / MAX_QUERIES;
+  const int64_t num_blocks = divide_up(N / K * T, MAX_QUERIES);
   const Attention attention = {
       q->data, {k->data, v->data}, {own_k->data, own_v->data}, length->data, can_attend->data,
       out->data, K, T, H, S, M, N / K, num_blocks,

@@ -23,7 +23,7 @@ from poss_jax.shapes import Array, Bool, Float, Int
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
 _PREFIX = "poss_jax_"
-_FUNCTIONS = ("multiply_rows", "attend", "normalise")
+_FUNCTIONS = ("multiply_rows", "attend", "normalise", "cosines")
 _TILE = 32  # outputs
 
 
@@ -106,6 +106,14 @@ def serves(*arrays: Array) -> bool:
     return all(x.dtype == jnp.float32 for x in arrays) and is_alone and has_kernel()
 
 
+def cosines(
+    angles: Float[Array, "*shape"],
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Computes cosines and sines, once for all their users."""
+    shape = jax.ShapeDtypeStruct(angles.shape, jnp.float32)
+    return jax.ffi.ffi_call(f"{_PREFIX}cosines", (shape, shape))(angles)
+
+
 def normalise(
     rows: Float[Array, "rows D"], scale: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "rows D"]:
@@ -118,7 +126,7 @@ def attend(
     q: Float[Array, "B N T H"],
     stored: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
     length: Int[Array, " B"],
-    own: tuple[Float[Array, "B K M H"], Float[Array, "B K M H"]],
+    new: tuple[Float[Array, "B K M H"], Float[Array, "B K M H"]],
     can_attend: Bool[Array, "#B T M"],
 ) -> Float[Array, "B T N*H"]:
     """Attends as `cache.attend_cached` does; a row that may attend nothing becomes zeros.
@@ -128,4 +136,4 @@ def attend(
     """
     B, N, T, H = q.shape
     shape = jax.ShapeDtypeStruct((B, T, N * H), jnp.float32)
-    return jax.ffi.ffi_call(f"{_PREFIX}attend", shape)(q, *stored, length, *own, can_attend)
+    return jax.ffi.ffi_call(f"{_PREFIX}attend", shape)(q, *stored, length, *new, can_attend)

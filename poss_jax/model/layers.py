@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax import lax
 
 from poss_jax.config.models import LlamaConfig, RopeConfig
-from poss_jax.model.kernel import normalise, serves
+from poss_jax.model.kernel import cosines, normalise, serves
 from poss_jax.model.linear import linear
 from poss_jax.model.sharding import Axes
 from poss_jax.shapes import Array, Float, Int, Params
@@ -178,7 +178,9 @@ def rotate(
     if frequencies.ndim == 2:
         frequencies = frequencies[:, None]
     angles = (positions.astype(jnp.float32)[..., None] * frequencies)[:, None]
-    cos, sin = ((scale * function(angles)).astype(x.dtype) for function in (jnp.cos, jnp.sin))
+    on_cpu = {"cpu": cosines} if serves(angles) else {}
+    turns = lax.platform_dependent(angles, **on_cpu, default=lambda x: (jnp.cos(x), jnp.sin(x)))
+    cos, sin = ((scale * factor).astype(x.dtype) for factor in turns)
     return lax.platform_dependent(x, cos, sin, cuda=_rotate_turned, default=_rotate_halves)
 
 
