@@ -111,7 +111,8 @@ def cosines(
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     """Computes cosines and sines, once for all their users."""
     shape = jax.ShapeDtypeStruct(angles.shape, jnp.float32)
-    return jax.ffi.ffi_call(f"{_PREFIX}cosines", (shape, shape))(angles)
+    cos, sin = jax.ffi.ffi_call(f"{_PREFIX}cosines", (shape, shape))(angles)
+    return cos, sin
 
 
 def normalise(
