@@ -19,7 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from poss_jax.config.models import LlamaConfig
-from poss_jax.model.kernel import attend, serves
+from poss_jax.model.kernel import attend, cpu_branch
 from poss_jax.model.layers import NOTHING, merge_heads, rope_frequencies
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.model.used_rows import (
@@ -209,7 +209,7 @@ def attend_cached(
     size = stored[0].shape[2]
     args = q, stored, length, new, can_attend
     in_one_block = _by_blocks(size)
-    on_cpu = {"cpu": _by_cpu_kernel} if serves(q, stored[0]) else {}
+    on_cpu = cpu_branch(_by_cpu_kernel, in_one_block, q, stored[0])
     if block_rows(size) == size:
         return lax.platform_dependent(*args, **on_cpu, default=in_one_block)
     blocks, tpu = (_by_blocks(block_rows(size, min_rows)) for min_rows in (128, 512))

@@ -9,8 +9,10 @@ import ctypes
 import logging
 import math
 import subprocess
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,24 +96,40 @@ def multiply_tiles(
       scale: factor of each output.
       num_limbs: limbs per element, 1 to 3.
     """
-    shape = jax.ShapeDtypeStruct((len(rows), len(values)), jnp.float32)
-    return jax.ffi.ffi_call(f"{_PREFIX}multiply_rows", shape)(
-        rows, values, sums, scale, num_limbs=np.int64(num_limbs)
-    )
+    multiply = _kernel("multiply_rows", (len(rows), len(values)))
+    return multiply(rows, values, sums, scale, num_limbs=np.int64(num_limbs))
 
 
-def serves(*arrays: Array) -> bool:
-    """Tells whether `attend` and `normalise` serve arrays: float32, on one device."""
+def _kernel(name: str, *shapes: tuple[int, ...]) -> Callable[..., Any]:
+    """A function of the kernel with float32 outputs; `vmap` calls it for each element."""
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    output = outputs[0] if len(outputs) == 1 else outputs
+    return jax.ffi.ffi_call(f"{_PREFIX}{name}", output, vmap_method="sequential")
+
+
+def cpu_branch(
+    by_kernel: Callable[..., Any], by_jax: Callable[..., Any], *arrays: Array
+) -> dict[str, Callable[..., Any]]:
+    """Returns the branch of `lax.platform_dependent` for a CPU, empty where the kernel is not used.
+
+    Args:
+      by_kernel: calls the kernel.
+      by_jax: the same function in JAX, whose derivative it has.
+      arrays: the kernel serves float32, on one device.
+    """
     is_alone = jax.sharding.get_abstract_mesh().empty
-    return all(x.dtype == jnp.float32 for x in arrays) and is_alone and has_kernel()
+    if any(x.dtype != jnp.float32 for x in arrays) or not is_alone or not has_kernel():
+        return {}
+    branch = jax.custom_jvp(by_kernel)
+    branch.defjvp(partial(jax.jvp, by_jax))
+    return {"cpu": branch}
 
 
 def cosines(
     angles: Float[Array, "*shape"],
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     """Computes cosines and sines, once for all their users."""
-    shape = jax.ShapeDtypeStruct(angles.shape, jnp.float32)
-    cos, sin = jax.ffi.ffi_call(f"{_PREFIX}cosines", (shape, shape))(angles)
+    cos, sin = _kernel("cosines", angles.shape, angles.shape)(angles)
     return cos, sin
 
 
@@ -119,8 +137,7 @@ def normalise(
     rows: Float[Array, "rows D"], scale: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "rows D"]:
     """Normalises as `layers.rms_norm` does; a row's bits do not depend on the number of rows."""
-    shape = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
-    return jax.ffi.ffi_call(f"{_PREFIX}normalise", shape)(rows, scale, eps=np.float32(eps))
+    return _kernel("normalise", rows.shape)(rows, scale, eps=np.float32(eps))
 
 
 def attend(
@@ -136,5 +153,4 @@ def attend(
     committed, nor on other rows.
     """
     B, N, T, H = q.shape
-    shape = jax.ShapeDtypeStruct((B, T, N * H), jnp.float32)
-    return jax.ffi.ffi_call(f"{_PREFIX}attend", shape)(q, *stored, length, *new, can_attend)
+    return _kernel("attend", (B, T, N * H))(q, *stored, length, *new, can_attend)

@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax import lax
 
 from poss_jax.config.models import LlamaConfig, RopeConfig
-from poss_jax.model.kernel import cosines, normalise, serves
+from poss_jax.model.kernel import cosines, cpu_branch, normalise
 from poss_jax.model.linear import linear
 from poss_jax.model.sharding import Axes
 from poss_jax.shapes import Array, Float, Int, Params
@@ -83,8 +83,9 @@ def rms_norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "*rows D"]:
     """Divides each row by its root mean square (in fp32) and multiplies by `scale`."""
-    on_cpu = {"cpu": partial(_normalise_on_cpu, eps)} if serves(x, scale) else {}
-    return lax.platform_dependent(x, scale, **on_cpu, default=partial(_normalise, eps))
+    by_kernel, by_jax = partial(_normalise_on_cpu, eps), partial(_normalise, eps)
+    on_cpu = cpu_branch(by_kernel, by_jax, x, scale)
+    return lax.platform_dependent(x, scale, **on_cpu, default=by_jax)
 
 
 def _normalise(eps: float, x: Array, scale: Array) -> Array:
@@ -93,15 +94,9 @@ def _normalise(eps: float, x: Array, scale: Array) -> Array:
     return normed.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _normalise_on_cpu(eps: float, x: Array, scale: Array) -> Array:
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return normalise(rows, scale, eps=eps).reshape(x.shape)
-
-
-@_normalise_on_cpu.defjvp
-def _differentiate(eps: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    return jax.jvp(partial(_normalise, eps), primals, tangents)
 
 
 def rope_frequencies(
@@ -178,10 +173,14 @@ def rotate(
     if frequencies.ndim == 2:
         frequencies = frequencies[:, None]
     angles = (positions.astype(jnp.float32)[..., None] * frequencies)[:, None]
-    on_cpu = {"cpu": cosines} if serves(angles) else {}
-    turns = lax.platform_dependent(angles, **on_cpu, default=lambda x: (jnp.cos(x), jnp.sin(x)))
+    on_cpu = cpu_branch(cosines, _cosines, angles)
+    turns = lax.platform_dependent(angles, **on_cpu, default=_cosines)
     cos, sin = ((scale * factor).astype(x.dtype) for factor in turns)
     return lax.platform_dependent(x, cos, sin, cuda=_rotate_turned, default=_rotate_halves)
+
+
+def _cosines(angles: Array) -> tuple[Array, Array]:
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def _rotate_halves(x: Array, cos: Array, sin: Array) -> Array:
