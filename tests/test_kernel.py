@@ -13,8 +13,8 @@ from poss_jax import UserError
 from poss_jax.config import processor
 from poss_jax.config.processor import SETTING, int8_products
 from poss_jax.model import kernel, target
-from poss_jax.model.cache import init_cache
-from poss_jax.model.layers import _normalise, rms_norm
+from poss_jax.model.cache import attend_cached, init_cache
+from poss_jax.model.layers import rms_norm, rotate
 from poss_jax.model.linear import linear
 from poss_jax.model.quantise import (
     Quantised,
@@ -109,15 +109,36 @@ def test_rows_are_normalised(num_rows, width):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+def normalise_queries(q, k, v, frequencies):
+    return rms_norm(q, frequencies[0, 0], eps=1e-3)
+
+
+def rotate_queries(q, k, v, frequencies):
+    return rotate(q, jnp.arange(3)[None] + 7, frequencies)
+
+
+def attend_own(q, k, v, frequencies):
+    return attend_cached(q, (k, v), jnp.full(len(q), 2), (k, v), None)
+
+
 @needs_kernel
-def test_norms_have_gradients():
-    rows, scale = rows_of(3, 8), rows_of(1, 8)[0]
+@pytest.mark.parametrize("function", [normalise_queries, rotate_queries, attend_own])
+def test_functions_map_and_have_gradients(monkeypatch, function):
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 1, 2, 3, 8)), jnp.float32) for _ in range(3))
+    args = q, k, v, jnp.asarray(rng.uniform(size=(2, 1, 3, 8)), jnp.float32)
+    if function is rotate_queries:
+        args = *args[:3], args[3][..., :4]
 
-    def loss(norm):
-        return jax.grad(lambda x, s: (norm(x, s) ** 3).sum(), argnums=(0, 1))(rows, scale)
+    def loss(*args):
+        return (jax.vmap(function)(*args) ** 3).sum()
 
-    got, want = loss(partial(rms_norm, eps=1e-3)), loss(partial(_normalise, 1e-3))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), got, want)
+    got = jax.vmap(function)(*args), jax.grad(loss, argnums=(0, 1, 2, 3))(*args)
+    one_by_one = [function(*(x[i] for x in args)) for i in range(2)]
+    np.testing.assert_array_equal(got[0], jnp.stack(one_by_one))
+    monkeypatch.setattr(kernel, "has_kernel", lambda: False)
+    want = jax.vmap(function)(*args), jax.grad(loss, argnums=(0, 1, 2, 3))(*args)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
 @needs_kernel
@@ -154,6 +175,32 @@ def test_attention_is_a_softmax(batch, heads, queries, width, lengths, num_own):
     total = np.maximum(weights.sum(-1, keepdims=True), 1e-30)
     want = np.einsum("bnts,bnsh->btnh", weights / total, v).reshape(batch, queries, -1)
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@needs_kernel
+@pytest.mark.parametrize("keys", [[-1e30, 1, 0], [-3e38, 1, 0], [0, 1e30, -1e20]])
+def test_attention_takes_large_scores(keys):
+    """The query attends one key of three; the other scores are far below it, or -inf."""
+    k = jnp.broadcast_to(jnp.asarray(keys, jnp.float32)[None, None, :, None], (1, 1, 3, 8))
+    v = jnp.arange(24, dtype=jnp.float32).reshape(1, 1, 3, 8)
+    own = k[:, :, :0], v[:, :, :0]
+    q = jnp.full((1, 1, 1, 8), 1e3, jnp.float32)
+    got = kernel.attend(q, (k, v), jnp.asarray([3]), own, jnp.ones((1, 1, 0), bool))
+    np.testing.assert_array_equal(got, v[:, 0, 1:2])
+
+
+@needs_kernel
+@pytest.mark.parametrize("length", [-70000, 200])
+def test_attention_stays_inside_its_cache(length):
+    rng = np.random.default_rng(3)
+    k, own = (jnp.asarray(rng.normal(size=(1, 2, n, 8)), jnp.float32) for n in (5, 1))
+
+    def attend(length):
+        return kernel.attend(
+            k, (k, k), jnp.asarray([length]), (own, own), jnp.ones((1, 5, 1), bool)
+        )
+
+    np.testing.assert_array_equal(attend(length), attend(min(max(length, 0), 5)))
 
 
 @needs_kernel

@@ -301,7 +301,8 @@ typedef struct {
   int64_t K, T, H, S, M, num_groups, num_blocks, mask_size;
 } Attention;
 
-INLINE __m512 exponential(__m512 x) {
+INLINE __m512 exponential(__m512 x) {  // of 0 and below
+  x = _mm512_max_ps(_mm512_set1_ps(-200), x);  // in this order NaN stays
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
@@ -381,13 +382,18 @@ static int64_t point(const float **rows, const float *array, const int32_t *inde
   return count;
 }
 
+static int64_t used_rows(const Attention *a, int64_t b) {
+  const int64_t length = a->length[b] < a->S ? a->length[b] : a->S;
+  return length > 0 ? length : 0;
+}
+
 // Up to 8 queries of a key head.
 AVX512 static void attend_queries(const void *work, int64_t piece) {
   const Attention *a = work;
   const int64_t H = a->H, M = a->M, T = a->T, head = piece / a->num_blocks;
   const int64_t first = piece % a->num_blocks * MAX_QUERIES, remaining = a->num_groups * T - first;
   const int64_t num_queries = remaining < MAX_QUERIES ? remaining : MAX_QUERIES;
-  const int64_t b = head / a->K, length = a->length[b], size = length + M + KEYS;
+  const int64_t b = head / a->K, length = used_rows(a, b), size = length + M + KEYS;
   const float *q = a->q + (head * a->num_groups * T + first) * H, *rows[KEYS];
   const float *k = a->stored[0] + head * a->S * H, *v = a->stored[1] + head * a->S * H;
   const float *own_k = a->own[0] + head * M * H, *own_v = a->own[1] + head * M * H;
@@ -444,7 +450,7 @@ XLA_FFI_Error *attend(XLA_FFI_CallFrame *frame) {
       out->data, K, T, H, S, M, N / K, num_blocks,
       can_attend->dims[0] == 1 ? 0 : T * M};
   int64_t num_keys = B * M;
-  for (int64_t b = 0; b < B; ++b) num_keys += attention.length[b];
+  for (int64_t b = 0; b < B; ++b) num_keys += used_rows(&attention, b);
   const int64_t max_helpers = num_keys * N * T * H / MIN_WORK;
   finish(begin(frame, attend_queries, &attention, B * K * num_blocks, max_helpers));
   return NULL;
