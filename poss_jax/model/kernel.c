@@ -1,4 +1,4 @@
-// Products of float rows with tiled int8 weights, and attention (AVX-512 VNNI); see kernel.py.
+// Products of float rows with tiled int8 weights, attention and RMSNorm (AVX-512 VNNI); see kernel.py.
 //
 // Threads of XLA's pool take one piece of the work after the other; the caller takes part and waits
 // only for pieces that others have begun, so it does not matter when, or if, the pool runs its
@@ -387,6 +387,10 @@ static int64_t used_rows(const Attention *a, int64_t b) {
   return length > 0 ? length : 0;
 }
 
+static void read_ahead(const float *next, int64_t size) {
+  for (int64_t i = 0; i < size; i += 16) _mm_prefetch((const char *)(next + i), _MM_HINT_T0);
+}
+
 // Up to 8 queries of a key head.
 AVX512 static void attend_queries(const void *work, int64_t piece) {
   const Attention *a = work;
@@ -403,6 +407,7 @@ AVX512 static void attend_queries(const void *work, int64_t piece) {
 
   for (int64_t i = 0; i < length; i += KEYS) {
     point(rows, k, NULL, i, length, H);
+    read_ahead(k + (i + KEYS) * H, KEYS * H);
     for (int64_t j = 0; j < num_queries; ++j) score(q + j * H, rows, all_scores + j * size + i, H);
   }
   float *outputs[MAX_QUERIES], totals[MAX_QUERIES];
@@ -423,6 +428,7 @@ AVX512 static void attend_queries(const void *work, int64_t piece) {
   }
   for (int64_t i = 0; i < length; i += KEYS) {
     const int64_t count = point(rows, v, NULL, i, length, H);
+    read_ahead(v + (i + KEYS) * H, KEYS * H);
     for (int64_t j = 0; j < num_queries; ++j) add(outputs[j], all_scores + j * size + i, rows, count, H);
   }
   for (int64_t j = 0; j < num_queries; ++j) {
