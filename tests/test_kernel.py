@@ -1,5 +1,7 @@
 """The kernel on a CPU: what XLA computes, bits that no neighbour changes, a compiler that fails."""
 
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -11,6 +13,7 @@ from models import make_engine, random_target, tiny_llama
 
 from poss_jax import UserError
 from poss_jax.config import processor
+from poss_jax.config.paths import child_python
 from poss_jax.config.processor import SETTING, int8_products
 from poss_jax.model import kernel, target
 from poss_jax.model.cache import attend_cached, init_cache
@@ -268,6 +271,25 @@ def test_compiler_that_fails_is_told(monkeypatch, tmp_path, caplog, compiler):
     assert not kernel.has_kernel() and kernel.products_in_use() == "integer"
     assert "int8 products by XLA, slower: kernel.c cannot be compiled: " in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+def test_damaged_library_is_compiled_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
+    header, source = tmp_path / "xla/ffi/api/c_api.h", tmp_path / "number.c"
+    header.parent.mkdir(parents=True)
+    source.write_text('#include "xla/ffi/api/c_api.h"\nint number(void) { return NUMBER; }')
+    for number in (3, 4):  # another JAX in the same environment
+        header.write_text(f"#define NUMBER {number}")
+        assert processor.load_library(source, tmp_path).number() == number
+    code = "import sys; from pathlib import Path; from poss_jax.config import processor; "
+    code += "print(processor.load_library(Path(sys.argv[1]), Path(sys.argv[2])).number())"
+    for library in (tmp_path / "cache").iterdir():
+        library.unlink()  # this process has loaded it
+        library.write_bytes(b"")
+    command, environment = child_python("-c", code, str(source), str(tmp_path))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "4\n"
 
 
 def test_kernel_wants_its_processor(monkeypatch):

@@ -1,11 +1,13 @@
 """The choice of how a CPU multiplies by int8 weights."""
 
+import ctypes
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -52,38 +54,36 @@ def has_unsigned_products() -> bool:
     return "avx512_vnni" in _processor_flags()
 
 
-def compile_library(source: Path, include: str) -> Path:
-    """Compiles a C file to a library in the folder of caches, unless it is there already.
+def load_library(source: Path, include: Path) -> ctypes.CDLL:
+    """Loads a C file that uses JAX's interface, compiled in the folder of caches.
+
+    It is compiled again if the library is damaged, and for other headers or commands.
 
     Args:
       source: the file.
-      include: folder of JAX's headers; its path names JAX's version or environment.
+      include: folder of JAX's headers.
 
     Raises:
       UserError: the folder of caches is unknown.
-      OSError: there is no compiler, or the folder cannot be written to.
+      OSError: there is no compiler, the folder cannot be written to, or allows no libraries.
       subprocess.SubprocessError: the compiler fails.
     """
-    command = [
-        *_compiler(),
-        "-O3",
-        "-std=gnu11",
-        "-shared",
-        "-fPIC",
-        f"-I{include}",
-        str(source),
-        "-lm",
-    ]
-    text = "\0".join([source.read_text("utf-8"), *command])
+    command = [*_compiler(), "-O3", "-std=gnu11", "-shared", "-fPIC"]
+    command += [f"-I{include}", str(source), "-lm"]
+    files = source, include / "xla/ffi/api/c_api.h"
+    text = "\0".join([*command, *(file.read_text("utf-8") for file in files)])
     library = cache_folder() / f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            output = Path(folder) / library.name
-            command += ["-o", str(output)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-            output.replace(library)
-    return library
+    with suppress(OSError):
+        return ctypes.CDLL(str(library))
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        output = Path(folder) / library.name
+        command += ["-o", str(output)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        with output.open("rb") as file:
+            os.fsync(file.fileno())  # a library cut short would end the process
+        output.replace(library)
+    return ctypes.CDLL(str(library))
 
 
 def _compiler() -> list[str]:

@@ -5,7 +5,6 @@ The kernel (kernel.c) reads weights that `to_tiles` ordered once. It needs a pro
 VNNI and a C compiler. Sums of integers are exact, so no bit depends on it.
 """
 
-import ctypes
 import logging
 import math
 import subprocess
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.config.processor import Int8Products, compile_library, int8_products
+from poss_jax.config.processor import Int8Products, int8_products, load_library
 from poss_jax.config.reading import UserError
 from poss_jax.shapes import Array, Bool, Float, Int
 
@@ -40,7 +39,7 @@ def has_kernel() -> bool:
 @cache
 def _register() -> bool:
     try:
-        library = ctypes.CDLL(str(compile_library(_SOURCE, jax.ffi.include_dir())))
+        library = load_library(_SOURCE, Path(jax.ffi.include_dir()))
     except (OSError, subprocess.SubprocessError, UserError) as error:
         output = " ".join((getattr(error, "stderr", None) or str(error)).split())[:300]
         _LOG.warning("int8 products by XLA, slower: kernel.c cannot be compiled: %s", output)
