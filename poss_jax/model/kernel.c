@@ -6,6 +6,7 @@
 
 #include <immintrin.h>
 #include <math.h>
+#include <sched.h>
 #include <stdalign.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -32,9 +33,15 @@ static void release(Job *job) {
   if (atomic_fetch_sub(&job->num_users, 1) == 1) free(job);
 }
 
+// Waits a moment; now and then it is another thread's turn, as there may be more than cores.
+static void spin(unsigned turn) {
+  if (turn % 1024) _mm_pause();
+  else sched_yield();
+}
+
 static void take_part(void *data) {
   Job *job = data;
-  while (!atomic_load(&job->is_ready)) _mm_pause();
+  for (unsigned turn = 1; !atomic_load(&job->is_ready); ++turn) spin(turn);
   for (int64_t piece; (piece = atomic_fetch_add(&job->next, 1)) < job->num_pieces;) {
     job->run(job->work, piece);
     atomic_fetch_add(&job->num_done, 1);
@@ -81,7 +88,7 @@ static Job *begin(XLA_FFI_CallFrame *frame, void (*run)(const void *, int64_t), 
 static void finish(Job *job) {
   atomic_store(&job->is_ready, true);
   take_part(job);
-  while (atomic_load(&job->num_done) < job->num_pieces) _mm_pause();
+  for (unsigned turn = 1; atomic_load(&job->num_done) < job->num_pieces; ++turn) spin(turn);
   release(job);
 }
 
