@@ -269,7 +269,7 @@ def test_compiler_that_fails_is_told(monkeypatch, tmp_path, caplog, compiler):
     int8_products.cache_clear()
     kernel._register.cache_clear()
     assert not kernel.has_kernel() and kernel.products_in_use() == "integer"
-    assert "int8 products by XLA, slower: kernel.c cannot be compiled: " in caplog.text
+    assert "int8 products by XLA, slower: kernel.c cannot be used: " in caplog.text
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-// Products of float rows with tiled int8 weights, attention and RMSNorm (AVX-512 VNNI); see kernel.py.
+// Products of rows with tiled int8 weights, attention, RMSNorm (AVX-512 VNNI); see kernel.py.
 //
 // Threads of XLA's pool take one piece of the work after the other; the caller takes part and waits
 // only for pieces that others have begun, so it does not matter when, or if, the pool runs its
@@ -59,7 +59,8 @@ static bool failed(const XLA_FFI_Api *api, XLA_FFI_Error *error) {
 static int64_t count_threads(const XLA_FFI_CallFrame *frame) {
   int64_t count = 1;
   XLA_FFI_ThreadPool_NumThreads_Args pool = {sizeof pool, NULL, frame->ctx, &count};
-  return failed(frame->api, frame->api->XLA_FFI_ThreadPool_NumThreads(&pool)) || count < 1 ? 1 : count;
+  const bool is_unknown = failed(frame->api, frame->api->XLA_FFI_ThreadPool_NumThreads(&pool));
+  return is_unknown || count < 1 ? 1 : count;
 }
 
 // Wakes up to `max_helpers` more threads; `work` may change until `finish`.
@@ -174,9 +175,10 @@ typedef struct {
 // Writes a row as limbs plus 128, times a scale, which it returns.
 AVX512 static float split(const float *row, uint8_t *limbs, int64_t in_dim, int64_t num_limbs) {
   __m512i bits = _mm512_setzero_si512();  // of absolute values; NaN is above all numbers
-  for (int64_t i = 0; i < in_dim; i += 16)
-    bits = _mm512_max_epi32(bits, _mm512_and_epi32(_mm512_maskz_loadu_epi32(mask_of(in_dim - i), row + i),
-                                                   _mm512_set1_epi32(INT32_MAX)));
+  for (int64_t i = 0; i < in_dim; i += 16) {
+    const __m512i elements = _mm512_maskz_loadu_epi32(mask_of(in_dim - i), row + i);
+    bits = _mm512_max_epi32(bits, _mm512_and_epi32(elements, _mm512_set1_epi32(INT32_MAX)));
+  }
   const int32_t highest_bits = _mm512_reduce_max_epi32(bits);
   float highest;
   memcpy(&highest, &highest_bits, 4);
@@ -189,7 +191,8 @@ AVX512 static float split(const float *row, uint8_t *limbs, int64_t in_dim, int6
     __m512i fixed_point = _mm512_cvtps_epi32(_mm512_mul_ps(elements, _mm512_set1_ps(factor)));
     fixed_point = _mm512_add_epi32(fixed_point, _mm512_set1_epi32(offset));
     for (int64_t limb = num_limbs - 1; limb >= 0; --limb) {
-      _mm_storeu_si128((__m128i *)(limbs + limb * padded(in_dim) + i), _mm512_cvtepi32_epi8(fixed_point));
+      uint8_t *place = limbs + limb * padded(in_dim) + i;
+      _mm_storeu_si128((__m128i *)place, _mm512_cvtepi32_epi8(fixed_point));
       fixed_point = _mm512_srai_epi32(fixed_point, 8);
     }
   }
@@ -300,7 +303,7 @@ enum { KEYS = 16, MAX_QUERIES = 8, MIN_WORK = 1 << 16 };
 #define FOR_KEYS _Pragma("GCC unroll 16") for (int i = 0; i < KEYS; ++i)
 
 typedef struct {
-  const float *q;                   // [B K queries H], queries of a key head: group by group, T each
+  const float *q;                   // [B K groups T H]
   const float *stored[2], *own[2];  // keys and values, [B K S H] and [B K M H]
   const int32_t *length;            // [B]
   const uint8_t *can_attend;        // [B or 1, T M]
@@ -436,7 +439,8 @@ AVX512 static void attend_queries(const void *work, int64_t piece) {
   for (int64_t i = 0; i < length; i += KEYS) {
     const int64_t count = point(rows, v, NULL, i, length, H);
     read_ahead(v + (i + KEYS) * H, KEYS * H);
-    for (int64_t j = 0; j < num_queries; ++j) add(outputs[j], all_scores + j * size + i, rows, count, H);
+    for (int64_t j = 0; j < num_queries; ++j)
+      add(outputs[j], all_scores + j * size + i, rows, count, H);
   }
   for (int64_t j = 0; j < num_queries; ++j) {
     const uint8_t *can_attend = a->can_attend + b * a->mask_size + (first + j) % T * M;

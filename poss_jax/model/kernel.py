@@ -1,8 +1,8 @@
-"""Products of rows with int8 weights by a kernel in C, compiled where it is first used.
+"""Products, attention and norms of float32 rows by a kernel in C, compiled where it is first used.
 
 XLA has YNNPACK pack a weight for every product, which takes longer than reading it (docs/LOG.md).
-The kernel (kernel.c) reads weights that `to_tiles` ordered once. It needs a processor with AVX-512
-VNNI and a C compiler. Sums of integers are exact, so no bit depends on it.
+The kernel (kernel.c) reads int8 weights that `to_tiles` ordered once. It needs a processor with
+AVX-512 VNNI and a C compiler. A row's bits do not depend on other rows.
 """
 
 import logging
@@ -42,7 +42,7 @@ def _register() -> bool:
         library = load_library(_SOURCE, Path(jax.ffi.include_dir()))
     except (OSError, subprocess.SubprocessError, UserError) as error:
         output = " ".join((getattr(error, "stderr", None) or str(error)).split())[:300]
-        _LOG.warning("int8 products by XLA, slower: kernel.c cannot be compiled: %s", output)
+        _LOG.warning("int8 products by XLA, slower: kernel.c cannot be used: %s", output)
         return False
     for name in _FUNCTIONS:
         capsule = jax.ffi.pycapsule(getattr(library, name))
