@@ -31,7 +31,7 @@ _TILE = 32  # outputs
 def has_kernel() -> bool:
     """True on a CPU with the kernel, which is compiled once per machine (about a second).
 
-    A compiler that fails is told in a line of the log.
+    If the compiler fails, the log says so in a line.
     """
     return jax.default_backend() == "cpu" and int8_products() == "kernel" and _register()
 
