@@ -144,6 +144,16 @@ def test_functions_map_and_have_gradients(monkeypatch, function):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
+@pytest.mark.usefixtures("without_kernel")
+def test_without_the_kernel_programs_have_no_choice():
+    """A choice of one branch would have training keep what it can compute again."""
+    rows, angles = jnp.ones((3, 8)), jnp.ones((1, 1))
+    traced = jax.make_jaxpr(lambda x: rms_norm(x, x[0], eps=1e-3))(rows)
+    assert "platform_index" not in str(traced)
+    turned = jax.make_jaxpr(lambda a: kernel.call_on_cpu(kernel.cosines, jnp.cos, a))(angles)
+    assert "platform_index" not in str(turned)
+
+
 @needs_kernel
 @pytest.mark.parametrize(
     ("batch", "heads", "queries", "width", "lengths", "num_own"),

@@ -211,7 +211,8 @@ def attend_cached(
     in_one_block = _by_blocks(size)
     on_cpu = cpu_branch(_by_cpu_kernel, in_one_block, q, stored[0])
     if block_rows(size) == size:
-        return lax.platform_dependent(*args, **on_cpu, default=in_one_block)
+        choose = partial(lax.platform_dependent, **on_cpu, default=in_one_block)
+        return choose(*args) if on_cpu else in_one_block(*args)
     blocks, tpu = (_by_blocks(block_rows(size, min_rows)) for min_rows in (128, 512))
     gpu = tpu if q.shape[2] > _FEW_QUERIES and size > _LONG else in_one_block
     cuda = by_kernels if has_kernel(q, stored[0]) else gpu

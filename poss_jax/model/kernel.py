@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from poss_jax.config.processor import Int8Products, int8_products, load_library
 from poss_jax.config.reading import UserError
@@ -122,6 +123,13 @@ def cpu_branch(
     branch = jax.custom_jvp(by_kernel)
     branch.defjvp(partial(jax.jvp, by_jax))
     return {"cpu": branch}
+
+
+def call_on_cpu(by_kernel: Callable[..., Any], by_jax: Callable[..., Any], *arrays: Array) -> Any:
+    """Calls the kernel in a program for a CPU, and the same function in JAX elsewhere."""
+    if not (on_cpu := cpu_branch(by_kernel, by_jax, *arrays)):
+        return by_jax(*arrays)  # without a choice, whose derivative keeps more
+    return lax.platform_dependent(*arrays, **on_cpu, default=by_jax)
 
 
 def cosines(

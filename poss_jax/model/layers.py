@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax import lax
 
 from poss_jax.config.models import LlamaConfig, RopeConfig
-from poss_jax.model.kernel import cosines, cpu_branch, normalise
+from poss_jax.model.kernel import call_on_cpu, cosines, normalise
 from poss_jax.model.linear import linear
 from poss_jax.model.sharding import Axes
 from poss_jax.shapes import Array, Float, Int, Params
@@ -83,9 +83,7 @@ def rms_norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "*rows D"]:
     """Divides each row by its root mean square (in fp32) and multiplies by `scale`."""
-    by_kernel, by_jax = partial(_normalise_on_cpu, eps), partial(_normalise, eps)
-    on_cpu = cpu_branch(by_kernel, by_jax, x, scale)
-    return lax.platform_dependent(x, scale, **on_cpu, default=by_jax)
+    return call_on_cpu(partial(_normalise_on_cpu, eps), partial(_normalise, eps), x, scale)
 
 
 def _normalise(eps: float, x: Array, scale: Array) -> Array:
@@ -173,8 +171,7 @@ def rotate(
     if frequencies.ndim == 2:
         frequencies = frequencies[:, None]
     angles = (positions.astype(jnp.float32)[..., None] * frequencies)[:, None]
-    on_cpu = cpu_branch(cosines, _cosines, angles)
-    turns = lax.platform_dependent(angles, **on_cpu, default=_cosines)
+    turns = call_on_cpu(cosines, _cosines, angles)
     cos, sin = ((scale * factor).astype(x.dtype) for factor in turns)
     return lax.platform_dependent(x, cos, sin, cuda=_rotate_turned, default=_rotate_halves)
 
