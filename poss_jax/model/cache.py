@@ -209,7 +209,7 @@ def attend_cached(
     size = stored[0].shape[2]
     args = q, stored, length, new, can_attend
     in_one_block = _by_blocks(size)
-    on_cpu = cpu_branch(_by_cpu_kernel, in_one_block, q, stored[0])
+    on_cpu = cpu_branch(attend, in_one_block, q, stored[0])
     if block_rows(size) == size:
         choose = partial(lax.platform_dependent, **on_cpu, default=in_one_block)
         return choose(*args) if on_cpu else in_one_block(*args)
@@ -253,19 +253,6 @@ def by_kernels(
     # Without the barrier XLA computes the queries once for each of their users.
     args = lax.optimization_barrier(q), stored, length, new, can_attend
     return _attend_by(attend_own, add_stored, *args)
-
-
-def _by_cpu_kernel(
-    q: Array,
-    stored: tuple[Array, Array],
-    length: Array,
-    new: tuple[Array, Array],
-    can_attend: Array | None,
-) -> Array:
-    T = q.shape[2]
-    if can_attend is None:
-        can_attend = jnp.tril(jnp.ones((1, T, T), bool))
-    return attend(q, stored, length, new, can_attend)
 
 
 def _by_blocks(block: int) -> Callable[..., Array]:

@@ -152,7 +152,7 @@ def attend(
     stored: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
     length: Int[Array, " B"],
     new: tuple[Float[Array, "B K M H"], Float[Array, "B K M H"]],
-    can_attend: Bool[Array, "#B T M"],
+    can_attend: Bool[Array, "#B T M"] | None,
 ) -> Float[Array, "B T N*H"]:
     """Attends as `cache.attend_cached` does; a row that may attend nothing becomes zeros.
 
@@ -160,4 +160,6 @@ def attend(
     committed, nor on other rows.
     """
     B, N, T, H = q.shape
+    if can_attend is None:
+        can_attend = jnp.tril(jnp.ones((1, T, T), bool))
     return _kernel("attend", (B, T, N * H))(q, *stored, length, *new, can_attend)
