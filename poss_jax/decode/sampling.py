@@ -12,6 +12,7 @@ Scores and noise are always float32.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from poss_jax.model import kernel
 from poss_jax.model.ranking import choose, top_k
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int, UInt
@@ -89,13 +91,18 @@ def draw_noise(
       vocab_size: V.
     """
 
-    def draw(seed: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed), position)
+    def key_of(seed: Array, position: Array) -> Array:
+        return jax.random.key_data(jax.random.fold_in(jax.random.key(seed), position))
+
+    def draw(keys: Array) -> Array:
         # The default mode never exceeds 17: tokens rarer than 1e-7 are almost never chosen.
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
+        draw_row = partial(jax.random.gumbel, shape=(vocab_size,), dtype=jnp.float32, mode="high")
+        return jax.vmap(draw_row)(jax.random.wrap_key_data(keys))
 
     positions = first[:, None] + jnp.arange(num_positions)[None]
-    noise = jax.vmap(jax.vmap(draw, (None, 0)))(sampling.seed, positions)
+    keys = jax.vmap(jax.vmap(key_of, (None, 0)))(sampling.seed, positions)
+    noise = kernel.call_on_cpu(partial(kernel.gumbel, size=vocab_size), draw, keys.reshape(-1, 2))
+    noise = noise.reshape(*positions.shape, vocab_size)
     return jnp.where(_is_sampled(sampling)[:, None, None], noise, 0.0)
 
 

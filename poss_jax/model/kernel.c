@@ -1,9 +1,10 @@
-// Products of rows with tiled int8 weights, attention, RMSNorm (AVX-512 VNNI); see kernel.py.
+// Products of rows with tiled int8 weights, attention, RMSNorm, noise (AVX-512 VNNI); see kernel.py.
 //
 // Threads of XLA's pool take one piece of the work after the other; the caller takes part and waits
 // only for pieces that others have begun, so it does not matter when, or if, the pool runs its
 // tasks.
 
+#include <float.h>
 #include <immintrin.h>
 #include <math.h>
 #include <sched.h>
@@ -149,6 +150,79 @@ XLA_FFI_Error *normalise(XLA_FFI_CallFrame *frame) {
   for (int64_t i = 0; i < num_rows * size; i += size)
     normalise_row((const float *)rows->data + i, argument(frame, 1)->data, (float *)out->data + i,
                   size, eps);
+  return NULL;
+}
+
+// Gumbel noise, as jax.random.gumbel(mode="high") draws it: two Threefry-2x32 hashes per number
+
+enum { BLOCK = 4096 };  // numbers per piece
+
+typedef struct {
+  const uint32_t *keys;  // [num_keys 2]
+  float *out;            // [num_keys size]
+  int64_t size, num_blocks;
+} Noise;
+
+INLINE __m512i hash(const uint32_t *key, uint32_t first) {
+  const int rotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  const uint32_t keys[] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA};
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i high = _mm512_set1_epi32(keys[0]);
+  __m512i low = _mm512_add_epi32(lanes, _mm512_set1_epi32(first + keys[1]));
+  _Pragma("GCC unroll 5") for (int turn = 0; turn < 5; ++turn) {
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) {
+      high = _mm512_add_epi32(high, low);
+      low = _mm512_rolv_epi32(low, _mm512_set1_epi32(rotations[turn % 2][i]));
+      low = _mm512_xor_si512(low, high);
+    }
+    high = _mm512_add_epi32(high, _mm512_set1_epi32(keys[(turn + 1) % 3]));
+    low = _mm512_add_epi32(low, _mm512_set1_epi32(keys[(turn + 2) % 3] + turn + 1));
+  }
+  return _mm512_xor_si512(high, low);
+}
+
+INLINE __m512 to_uniform(__m512i bits) {  // [0, 1) in steps of 2^-23
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(bits, 9)), _mm512_set1_ps(0x1p-23f));
+}
+
+INLINE __m512 logarithm(__m512 x) {  // of normal numbers above 0
+  const __m512 mantissa = _mm512_getmant_ps(x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_src);
+  const __m512 exponent = _mm512_sub_ps(_mm512_getexp_ps(x), _mm512_getexp_ps(mantissa));
+  const __m512 unit = _mm512_set1_ps(1);
+  const __m512 t = _mm512_div_ps(_mm512_sub_ps(mantissa, unit), _mm512_add_ps(mantissa, unit));
+  const __m512 square = _mm512_mul_ps(t, t);
+  __m512 sum = _mm512_set1_ps(2.0f / 11);
+  const float factors[] = {2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2};
+  for (int i = 0; i < 5; ++i) sum = _mm512_fmadd_ps(sum, square, _mm512_set1_ps(factors[i]));
+  return _mm512_fmadd_ps(exponent, _mm512_set1_ps(0.693147181f), _mm512_mul_ps(sum, t));
+}
+
+AVX512 static void draw_block(const void *work, int64_t piece) {
+  const Noise *noise = work;
+  const int64_t row = piece / noise->num_blocks, first = piece % noise->num_blocks * BLOCK;
+  const uint32_t *key = noise->keys + 2 * row;
+  for (int64_t i = first; i < first + BLOCK && i < noise->size; i += 16) {
+    const __m512 high = to_uniform(hash(key, i)), low = to_uniform(hash(key, noise->size + i));
+    const __m512 small = _mm512_fmadd_ps(low, _mm512_set1_ps(0x1p-23f), _mm512_set1_ps(FLT_MIN));
+    const __mmask16 is_small = _mm512_cmp_ps_mask(high, _mm512_set1_ps(0.5f), _CMP_LT_OQ);
+    const __m512 x = _mm512_mask_add_ps(high, is_small, high, small), unit = _mm512_set1_ps(1);
+    // -log(1 - x), by Kahan's correction of what 1 - x has lost
+    const __m512 rest = _mm512_sub_ps(unit, x), lost = _mm512_sub_ps(unit, rest);
+    const __mmask16 is_more = _mm512_cmp_ps_mask(lost, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+    const __m512 ratio = _mm512_mask_div_ps(_mm512_set1_ps(-1), is_more, logarithm(rest), lost);
+    const __m512 drawn = _mm512_mul_ps(x, ratio), zero = _mm512_setzero_ps();
+    const __m512 exponential = _mm512_sub_ps(zero, drawn);
+    _mm512_mask_storeu_ps(noise->out + row * noise->size + i, mask_of(noise->size - i),
+                          _mm512_sub_ps(zero, logarithm(exponential)));
+  }
+}
+
+XLA_FFI_Error *gumbel(XLA_FFI_CallFrame *frame) {
+  if (asks_version(frame)) return NULL;
+  const XLA_FFI_Buffer *keys = argument(frame, 0), *out = frame->rets.rets[0];
+  const int64_t size = out->dims[1], num_blocks = divide_up(size, BLOCK);
+  const Noise noise = {keys->data, out->data, size, num_blocks};
+  finish(begin(frame, draw_block, &noise, keys->dims[0] * num_blocks, INT64_MAX));
   return NULL;
 }
 

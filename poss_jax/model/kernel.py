@@ -1,4 +1,4 @@
-"""Products, attention and norms of float32 rows by a kernel in C, compiled where it is first used.
+"""Products, attention, norms and noise in float32 by a kernel in C, compiled where it is first used.
 
 XLA has YNNPACK pack a weight for every product, which takes longer than reading it (docs/LOG.md).
 The kernel (kernel.c) reads int8 weights that `to_tiles` ordered once. It needs a processor with
@@ -20,13 +20,14 @@ from jax import lax
 
 from poss_jax.config.processor import Int8Products, int8_products, load_library
 from poss_jax.config.reading import UserError
-from poss_jax.shapes import Array, Bool, Float, Int
+from poss_jax.shapes import Array, Bool, Float, Int, UInt
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
 _PREFIX = "poss_jax_"
-_FUNCTIONS = ("multiply_rows", "attend", "normalise", "cosines")
+_FUNCTIONS = ("multiply_rows", "attend", "normalise", "cosines", "gumbel")
 _TILE = 32  # outputs
+_DTYPES = (jnp.float32, jnp.uint32)
 
 
 def has_kernel() -> bool:
@@ -115,10 +116,10 @@ def cpu_branch(
     Args:
       by_kernel: calls the kernel.
       by_jax: the same function in JAX, whose derivative it has.
-      arrays: the kernel serves float32, on one device.
+      arrays: the kernel serves float32 and uint32, on one device.
     """
     is_alone = jax.sharding.get_abstract_mesh().empty
-    if any(x.dtype != jnp.float32 for x in arrays) or not is_alone or not has_kernel():
+    if any(x.dtype not in _DTYPES for x in arrays) or not is_alone or not has_kernel():
         return {}
     branch = jax.custom_jvp(by_kernel)
     branch.defjvp(partial(jax.jvp, by_jax))
@@ -138,6 +139,11 @@ def cosines(
     """Computes cosines and sines, once for all their users."""
     cos, sin = _kernel("cosines", angles.shape, angles.shape)(angles)
     return cos, sin
+
+
+def gumbel(keys: UInt[Array, "keys 2"], *, size: int) -> Float[Array, "keys size"]:
+    """Draws `jax.random.gumbel(mode="high")` of each key's data, up to rounding."""
+    return _kernel("gumbel", (len(keys), size))(keys)
 
 
 def normalise(
