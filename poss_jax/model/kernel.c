@@ -17,7 +17,7 @@
 
 #include "xla/ffi/api/c_api.h"
 
-#define AVX512 __attribute__((target("avx512f,avx512dq,avx512vnni,fma")))
+#define AVX512 __attribute__((target("avx512f,avx512dq,avx512vnni,fma,popcnt")))
 #define INLINE AVX512 __attribute__((always_inline)) static inline
 
 // Threads
@@ -111,7 +111,9 @@ static int64_t divide_up(int64_t size, int64_t by) { return (size + by - 1) / by
 
 static int64_t padded(int64_t size) { return (size + 15) & ~(int64_t)15; }
 
-INLINE __mmask16 mask_of(int64_t count) { return count < 16 ? (1 << count) - 1 : 0xffff; }
+INLINE __mmask16 mask_of(int64_t count) {
+  return count >= 16 ? 0xffff : count > 0 ? (1 << count) - 1 : 0;
+}
 
 // Cosines and sines, which XLA would compute again in every product that they are factors of
 
@@ -372,9 +374,9 @@ XLA_FFI_Error *multiply_rows(XLA_FFI_CallFrame *frame) {
 // ones are left out, not added as zeros. All sums follow the order of these keys, so a query's
 // bits depend on its path alone: not on its neighbours, nor on which keys are committed.
 
-enum { KEYS = 16, MAX_QUERIES = 8, MIN_WORK = 1 << 16 };
+enum { KEYS = 16, CHUNK = 64, MAX_QUERIES = 8, MIN_WORK = 1 << 16 };
 
-#define FOR_KEYS _Pragma("GCC unroll 16") for (int i = 0; i < KEYS; ++i)
+#define FOR_4(i) _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i)
 
 typedef struct {
   const float *q;                   // [B K groups T H]
@@ -396,6 +398,10 @@ INLINE __m512 exponential(__m512 x) {  // of 0 and below
   return _mm512_scalef_ps(sum, n);
 }
 
+static void read_ahead(const float *next, int64_t size) {
+  for (int64_t i = 0; i < size; i += 16) _mm_prefetch((const char *)(next + i), _MM_HINT_T0);
+}
+
 // Sums each of 16 vectors; sum i becomes element i.
 INLINE __m512 sum_each(const __m512 *x) {
   __m512 quads[4];
@@ -413,28 +419,52 @@ INLINE __m512 sum_each(const __m512 *x) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
-// Multiplies a query by 16 keys.
-INLINE void score(const float *query, const float *const *keys, float *scores, int64_t H) {
-  __m512 sums[KEYS];
-  FOR_KEYS sums[i] = _mm512_setzero_ps();
-  for (int64_t h = 0; h < H; h += 16) {
-    const __mmask16 mask = mask_of(H - h);
-    const __m512 elements = _mm512_maskz_loadu_ps(mask, query + h);
-    FOR_KEYS sums[i] = _mm512_fmadd_ps(elements, _mm512_maskz_loadu_ps(mask, keys[i] + h), sums[i]);
+// Multiplies up to 4 queries at a time by 4 keys. Writes 4 scores where fewer keys are left.
+INLINE void score(const float *q, int64_t num_queries, const float *keys, int64_t num_keys,
+                  float *scores, int64_t size, int64_t H) {
+  for (int64_t i = 0; i < num_keys; i += 4) {
+    const float *key[4], *query[4];
+    FOR_4(k) key[k] = keys + (i + k < num_keys ? i + k : num_keys - 1) * H;
+    read_ahead(keys + (i + KEYS) * H, 4 * H);
+    for (int64_t j = 0; j < num_queries; j += 4) {
+      FOR_4(n) query[n] = q + (j + n < num_queries ? j + n : num_queries - 1) * H;
+      __m512 sums[16];
+      FOR_4(n) FOR_4(k) sums[4 * n + k] = _mm512_setzero_ps();
+      for (int64_t h = 0; h < H; h += 16) {
+        const __mmask16 mask = mask_of(H - h);
+        __m512 elements[4];
+        FOR_4(k) elements[k] = _mm512_maskz_loadu_ps(mask, key[k] + h);
+        FOR_4(n) {
+          const __m512 part = _mm512_maskz_loadu_ps(mask, query[n] + h);
+          FOR_4(k) sums[4 * n + k] = _mm512_fmadd_ps(part, elements[k], sums[4 * n + k]);
+        }
+      }
+      float results[16];
+      _mm512_storeu_ps(results, sum_each(sums));
+      for (int64_t n = 0; n < 4 && j + n < num_queries; ++n)
+        memcpy(scores + (j + n) * size + i, results + 4 * n, 4 * sizeof(float));
+    }
   }
-  _mm512_storeu_ps(scores, sum_each(sums));
 }
 
-// Adds up to 16 values times their weights.
-INLINE void add(float *sums, const float *weights, const float *const *values, int64_t count,
-                int64_t H) {
-  for (int64_t h = 0; h < H; h += 16) {
-    const __mmask16 mask = mask_of(H - h);
-    __m512 sum = _mm512_maskz_loadu_ps(mask, sums + h);
-    for (int64_t i = 0; i < count; ++i)
-      sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[i]), _mm512_maskz_loadu_ps(mask, values[i] + h),
-                            sum);
-    _mm512_mask_storeu_ps(sums + h, mask, sum);
+// Adds values, but for those that may not be attended, times their weights to up to 4 outputs.
+INLINE void add(float *const *outputs, const float *const *weights,
+                const uint8_t *const *can_attend, const float *values, int64_t count, int64_t H) {
+  for (int64_t h = 0; h < H; h += 64) {
+    __m512 sums[4][4];
+    __mmask16 masks[4];
+    FOR_4(p) masks[p] = mask_of(H - h - 16 * p);
+    FOR_4(n) FOR_4(p) sums[n][p] = _mm512_maskz_loadu_ps(masks[p], outputs[n] + h + 16 * p);
+    for (int64_t i = 0; i < count; ++i) {
+      __m512 parts[4];
+      FOR_4(p) parts[p] = _mm512_maskz_loadu_ps(masks[p], values + i * H + h + 16 * p);
+      FOR_4(n) {
+        const __m512 weight = _mm512_set1_ps(weights[n][i]);
+        const __mmask16 mask = !can_attend || can_attend[n][i] ? 0xffff : 0;
+        FOR_4(p) sums[n][p] = _mm512_mask3_fmadd_ps(weight, parts[p], sums[n][p], mask);
+      }
+    }
+    FOR_4(n) FOR_4(p) _mm512_mask_storeu_ps(outputs[n] + h + 16 * p, masks[p], sums[n][p]);
   }
 }
 
@@ -455,24 +485,16 @@ AVX512 static float weigh(float *scores, int64_t count, float factor) {
   return _mm512_reduce_add_ps(total);
 }
 
-// Points to up to 16 rows of an array, the last of them again where it has fewer.
-static int64_t point(const float **rows, const float *array, const int32_t *index, int64_t first,
-                     int64_t count, int64_t H) {
-  count = count - first < KEYS ? count - first : KEYS;
-  for (int64_t i = 0; i < KEYS; ++i) {
-    const int64_t row = first + (i < count ? i : count - 1);
-    rows[i] = array + (index ? index[row] : row) * H;
-  }
-  return count;
-}
-
 static int64_t used_rows(const Attention *a, int64_t b) {
   const int64_t length = a->length[b] < a->S ? a->length[b] : a->S;
   return length > 0 ? length : 0;
 }
 
-static void read_ahead(const float *next, int64_t size) {
-  for (int64_t i = 0; i < size; i += 16) _mm_prefetch((const char *)(next + i), _MM_HINT_T0);
+INLINE __mmask16 attended(const uint8_t *can_attend, int64_t count) {
+  uint8_t bytes[16] = {0};
+  memcpy(bytes, can_attend, count < 16 ? count : 16);
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
+  return _mm512_test_epi32_mask(wide, wide);
 }
 
 // Up to 8 queries of a key head.
@@ -482,45 +504,58 @@ AVX512 static void attend_queries(const void *work, int64_t piece) {
   const int64_t first = piece % a->num_blocks * MAX_QUERIES, remaining = a->num_groups * T - first;
   const int64_t num_queries = remaining < MAX_QUERIES ? remaining : MAX_QUERIES;
   const int64_t b = head / a->K, length = used_rows(a, b), size = length + M + KEYS;
-  const float *q = a->q + (head * a->num_groups * T + first) * H, *rows[KEYS];
+  const float *q = a->q + (head * a->num_groups * T + first) * H;
   const float *k = a->stored[0] + head * a->S * H, *v = a->stored[1] + head * a->S * H;
   const float *own_k = a->own[0] + head * M * H, *own_v = a->own[1] + head * M * H;
-  float *all_scores = malloc(num_queries * size * sizeof(float) + M * sizeof(int32_t));
+  float *all_scores = malloc(num_queries * (size + M + KEYS) * sizeof(float));
   if (!all_scores) abort();
-  int32_t *path = (int32_t *)(all_scores + num_queries * size);
-
-  for (int64_t i = 0; i < length; i += KEYS) {
-    point(rows, k, NULL, i, length, H);
-    read_ahead(k + (i + KEYS) * H, KEYS * H);
-    for (int64_t j = 0; j < num_queries; ++j) score(q + j * H, rows, all_scores + j * size + i, H);
-  }
+  float *own_weights = all_scores + num_queries * size;
   float *outputs[MAX_QUERIES], totals[MAX_QUERIES];
-  for (int64_t j = 0; j < num_queries; ++j) {
-    const int64_t t = (first + j) % T, group = (first + j) / T;
-    const uint8_t *can_attend = a->can_attend + b * a->mask_size + t * M;
-    float *scores = all_scores + j * size;
-    int64_t count = 0;
-    for (int64_t m = 0; m < M; ++m)
-      if (can_attend[m]) path[count++] = m;
-    for (int64_t i = 0; i < count; i += KEYS) {
-      point(rows, own_k, path, i, count, H);
-      score(q + j * H, rows, scores + length + i, H);
-    }
-    totals[j] = weigh(scores, length + count, 1 / sqrtf(H));
+  const float *weights[MAX_QUERIES];
+  const uint8_t *can_attend[MAX_QUERIES];
+  int64_t num_own = 0;  // keys up to the last that a query attends
+  for (int64_t j = 0; j < MAX_QUERIES; ++j) {  // after the last, this again
+    const int64_t query = j < num_queries ? j : num_queries - 1;
+    const int64_t t = (first + query) % T, group = (first + query) / T;
     outputs[j] = a->out + (((b * T + t) * a->K + head % a->K) * a->num_groups + group) * H;
+    can_attend[j] = a->can_attend + b * a->mask_size + t * M;
+    weights[j] = all_scores + query * size;
+    for (int64_t m = num_own; m < M; ++m)
+      if (can_attend[j][m]) num_own = m + 1;
+  }
+  score(q, num_queries, k, length, all_scores, size, H);
+  score(q, num_queries, own_k, num_own, own_weights, M + KEYS, H);
+  for (int64_t j = 0; j < num_queries; ++j) {
+    float *scores = all_scores + j * size, *own_scores = own_weights + j * (M + KEYS);
+    int64_t count = length;
+    for (int64_t m = 0; m < num_own; m += 16) {
+      const __mmask16 mask = attended(can_attend[j] + m, num_own - m);
+      const __m512 path = _mm512_maskz_compress_ps(mask, _mm512_loadu_ps(own_scores + m));
+      _mm512_storeu_ps(scores + count, path);
+      count += _mm_popcnt_u32(mask);
+    }
+    totals[j] = weigh(scores, count, 1 / sqrtf(H));
+    count = length;
+    for (int64_t m = 0; m < num_own; m += 16) {
+      const __mmask16 mask = attended(can_attend[j] + m, num_own - m);
+      _mm512_storeu_ps(own_scores + m, _mm512_maskz_expandloadu_ps(mask, scores + count));
+      count += _mm_popcnt_u32(mask);
+    }
     memset(outputs[j], 0, H * sizeof(float));
   }
-  for (int64_t i = 0; i < length; i += KEYS) {
-    const int64_t count = point(rows, v, NULL, i, length, H);
-    read_ahead(v + (i + KEYS) * H, KEYS * H);
-    for (int64_t j = 0; j < num_queries; ++j)
-      add(outputs[j], all_scores + j * size + i, rows, count, H);
+  for (int64_t i = 0; i < length; i += CHUNK) {
+    const int64_t count = length - i < CHUNK ? length - i : CHUNK;
+    for (int64_t j = 0; j < num_queries; j += 4) {
+      const float *chunk[4];
+      FOR_4(n) chunk[n] = weights[j + n] + i;
+      add(outputs + j, chunk, NULL, v + i * H, count, H);
+    }
   }
+  for (int64_t j = 0; j < MAX_QUERIES; ++j)
+    weights[j] = own_weights + (j < num_queries ? j : num_queries - 1) * (M + KEYS);
+  for (int64_t j = 0; j < num_queries; j += 4)
+    add(outputs + j, weights + j, can_attend + j, own_v, num_own, H);
   for (int64_t j = 0; j < num_queries; ++j) {
-    const uint8_t *can_attend = a->can_attend + b * a->mask_size + (first + j) % T * M;
-    const float *weights = all_scores + j * size + length;
-    for (int64_t m = 0; m < M; ++m)
-      if (can_attend[m]) rows[0] = own_v + m * H, add(outputs[j], weights++, rows, 1, H);
     const float factor = totals[j] == 0 ? 0 : 1 / totals[j];
     for (int64_t h = 0; h < H; ++h) outputs[j][h] *= factor;
   }
