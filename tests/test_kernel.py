@@ -112,6 +112,19 @@ def test_rows_are_normalised(num_rows, width):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@needs_kernel
+@pytest.mark.parametrize("size", [1, 19, 5000, 49152])
+def test_noise_is_that_of_jax(size):
+    """Whatever the number of keys, mapped or not; only the logarithms round otherwise."""
+    keys = jax.random.split(jax.random.key(size), 6)
+    want = jax.vmap(partial(jax.random.gumbel, shape=(size,), mode="high"))(keys)
+    draw = partial(kernel.gumbel, size=size)
+    data = jax.random.key_data(keys)
+    got = draw(data)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(jax.vmap(draw)(data.reshape(3, 2, 2)).reshape(6, size), got)
+
+
 def normalise_queries(q, k, v, frequencies):
     return rms_norm(q, frequencies[0, 0], eps=1e-3)
 

@@ -1,4 +1,4 @@
-// Products of rows with tiled int8 weights, attention, RMSNorm, noise (AVX-512 VNNI); see kernel.py.
+// Products with tiled int8 weights, attention, RMSNorm and noise (AVX-512 VNNI); see kernel.py.
 //
 // Threads of XLA's pool take one piece of the work after the other; the caller takes part and waits
 // only for pieces that others have begun, so it does not matter when, or if, the pool runs its
@@ -222,9 +222,11 @@ AVX512 static void draw_block(const void *work, int64_t piece) {
 XLA_FFI_Error *gumbel(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *keys = argument(frame, 0), *out = frame->rets.rets[0];
-  const int64_t size = out->dims[1], num_blocks = divide_up(size, BLOCK);
+  const int64_t size = out->dims[out->rank - 1], num_blocks = divide_up(size, BLOCK);
+  int64_t num_pieces = num_blocks;
+  for (int64_t i = 0; i < keys->rank - 1; ++i) num_pieces *= keys->dims[i];
   const Noise noise = {keys->data, out->data, size, num_blocks};
-  finish(begin(frame, draw_block, &noise, keys->dims[0] * num_blocks, INT64_MAX));
+  finish(begin(frame, draw_block, &noise, num_pieces, INT64_MAX));
   return NULL;
 }
 
@@ -435,8 +437,8 @@ INLINE void score(const float *q, int64_t num_queries, const float *keys, int64_
         __m512 elements[4];
         FOR_4(k) elements[k] = _mm512_maskz_loadu_ps(mask, key[k] + h);
         FOR_4(n) {
-          const __m512 part = _mm512_maskz_loadu_ps(mask, query[n] + h);
-          FOR_4(k) sums[4 * n + k] = _mm512_fmadd_ps(part, elements[k], sums[4 * n + k]);
+          const __m512 row = _mm512_maskz_loadu_ps(mask, query[n] + h);
+          FOR_4(k) sums[4 * n + k] = _mm512_fmadd_ps(row, elements[k], sums[4 * n + k]);
         }
       }
       float results[16];

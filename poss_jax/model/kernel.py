@@ -101,11 +101,13 @@ def multiply_tiles(
     return multiply(rows, values, sums, scale, num_limbs=np.int64(num_limbs))
 
 
-def _kernel(name: str, *shapes: tuple[int, ...]) -> Callable[..., Any]:
+def _kernel(
+    name: str, *shapes: tuple[int, ...], vmap_method: str = "sequential"
+) -> Callable[..., Any]:
     """A function of the kernel with float32 outputs; `vmap` calls it for each element."""
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     output = outputs[0] if len(outputs) == 1 else outputs
-    return jax.ffi.ffi_call(f"{_PREFIX}{name}", output, vmap_method="sequential")
+    return jax.ffi.ffi_call(f"{_PREFIX}{name}", output, vmap_method=vmap_method)
 
 
 def cpu_branch(
@@ -143,7 +145,7 @@ def cosines(
 
 def gumbel(keys: UInt[Array, "keys 2"], *, size: int) -> Float[Array, "keys size"]:
     """Draws `jax.random.gumbel(mode="high")` of each key's data, up to rounding."""
-    return _kernel("gumbel", (len(keys), size))(keys)
+    return _kernel("gumbel", (len(keys), size), vmap_method="broadcast_all")(keys)
 
 
 def normalise(
