@@ -1,4 +1,4 @@
-"""Products, attention, norms and noise in float32 by a kernel in C, compiled where it is first used.
+"""Products, attention, norms and noise in float32 by a kernel in C, compiled on first use.
 
 XLA has YNNPACK pack a weight for every product, which takes longer than reading it (docs/LOG.md).
 The kernel (kernel.c) reads int8 weights that `to_tiles` ordered once. It needs a processor with
