@@ -69,6 +69,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
     return tiny_runs(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny target's checkpoint, `source`, and of its conversion, `target`."""
+    from convert_sources import convert_tiny  # not before pytest has hooked the type checks
+
+    return convert_tiny(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def device_rates() -> None:
     """Keeps made-up rates of this device, which take long to measure in unoptimised programs."""

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
+from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main
 
 TINY = {
@@ -100,6 +102,14 @@ def run(command, *switches, **flags):
     for flag, value in flags.items():
         argv += ["--" + flag.replace("_", "-"), str(value)]
     main(argv)
+
+
+def refusal_of(source: Path, command: str = "target", **flags) -> str:
+    """The one line that a conversion is refused with; it leaves nothing beside its source."""
+    with pytest.raises(UserError) as error:
+        run(command, source=source, output=source.parent / "out", **flags)
+    assert not list(source.parent.glob("*out*")) and "\n" not in str(error.value)
+    return str(error.value)
 
 
 def assert_stored(params, key_table, tensors):

@@ -143,6 +143,11 @@ def write_gguf(
         writer.add_tensor(f"{stored}.{end}", gguf.quants.quantize(array, kept), raw_dtype=kept)
     for key, array in (extra or {}).items():
         writer.add_tensor(key, array)
+    return write_out(writer, path)
+
+
+def write_out(writer: gguf.GGUFWriter, path: Path) -> Path:
+    """Writes what a writer holds to its file, at `path`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from convert_sources import (
     assert_stored,
-    convert_tiny,
     draft_keys,
     draft_tensors,
     draw,
@@ -31,10 +30,7 @@ from poss_jax.convert.reading import PUBLISHED
 SPANS = {"eagle": "1", "poss3": "3,3"}
 
 
-# --------------------------------------------------------------------------------------------------
-# Layouts: each changes the tensors and config.json of a recorded draft, and nothing it computes
-
-
+# Each layout changes tensors and config.json of a recorded draft, and nothing that it computes.
 def plain(tensors, config):
     return tensors, config
 
@@ -162,15 +158,6 @@ def test_layouts(tmp_path, golden, number, layout, dtype, form):
         check_rounds(changed, "_small")
 
 
-# --------------------------------------------------------------------------------------------------
-# What the files do not say
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return convert_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 def convert(tmp_path, tiny, tensors, capsys, name="source", config=None, **flags):
     """Converts a tiny draft; returns its config and the lines of what was assumed."""
     source = write_source(tmp_path / name, tensors, **{"rope_theta": 1e4, **(config or {})})
@@ -183,15 +170,6 @@ def convert(tmp_path, tiny, tensors, capsys, name="source", config=None, **flags
 
 
 FULL = {"bias": False, "rms_norm_eps": 1e-6}
-
-
-def test_nothing_is_assumed_where_the_files_say_it(tmp_path, tiny, capsys):
-    metadata = {"positions_per_specialist": [1, 4], "trained_depth": 7}
-    config, assumed = convert(
-        tmp_path, tiny, draft_tensors(2), capsys, config=FULL | {"poss_jax": metadata}
-    )
-    assert (config.positions_per_specialist, config.trained_depth) == ((1, 4), 7)
-    assert assumed == []
 
 
 @pytest.mark.parametrize(
@@ -224,32 +202,43 @@ def test_a_draft_vocabulary_is_kept(tmp_path, tiny, capsys):
     assert read_record(tmp_path / "out").draft_vocabulary == (1, 4, 7)
 
 
-CACHED = "models--HINT-lab--{}/snapshots/" + 10 * "0a1b"
+PUBLISHED_NAME = "PosS3-Llama2-13B-Chat"
+CACHED = f"models--HINT-lab--{PUBLISHED_NAME}/snapshots/" + 10 * "0a1b"
 
 
-@pytest.mark.parametrize("folder", ["PosS3-Llama2-13B-Chat", CACHED])
-def test_published_drafts_are_known_by_their_folder(tmp_path, tiny, capsys, folder):
-    name = "PosS3-Llama2-13B-Chat"
-    config, assumed = convert(
-        tmp_path, tiny, draft_tensors(2), capsys, name=folder.format(name), config=FULL
+@pytest.mark.parametrize(
+    ("name", "metadata", "flags", "spans", "depth", "lines"),
+    [
+        ("draft", {"positions_per_specialist": [1, 4], "trained_depth": 7}, {}, (1, 4), 7, []),
+        (PUBLISHED_NAME, None, {}, (3, 3), 6, [f"matches HINT-lab/{PUBLISHED_NAME}"] * 2),
+        (CACHED, None, {}, (3, 3), 6, [f"matches HINT-lab/{PUBLISHED_NAME}"] * 2),
+        (
+            PUBLISHED_NAME,
+            None,
+            {"positions_per_specialist": "1,2"},
+            (1, 2),
+            3,
+            [
+                "1,2 positions per specialist as asked, although ",
+                "trained depth 3, because the positions per specialist add up to it",
+            ],
+        ),
+    ],
+)
+def test_spans_are_said_by_files_names_or_flags(
+    tmp_path, tiny, capsys, name, metadata, flags, spans, depth, lines
+):
+    config = FULL | ({"poss_jax": metadata} if metadata else {})
+    converted, assumed = convert(
+        tmp_path, tiny, draft_tensors(2), capsys, name=name, config=config, **flags
     )
-    assert (config.positions_per_specialist, config.trained_depth) == ((3, 3), 6)
-    assert len(assumed) == 2 and all(f"matches HINT-lab/{name}" in line for line in assumed)
-
-
-def test_flags_win_and_it_is_said(tmp_path, tiny, capsys):
-    name, flags = "PosS3-Llama2-13B-Chat", {"positions_per_specialist": "1,2"}
-    config, assumed = convert(
-        tmp_path, tiny, draft_tensors(2), capsys, name=name, config=FULL, **flags
-    )
-    assert (config.positions_per_specialist, config.trained_depth) == ((1, 2), 3)
-    assert assumed[0].startswith("1,2 positions per specialist as asked, although ")
-    assert assumed[1:] == ["trained depth 3, because the positions per specialist add up to it"]
+    assert (converted.positions_per_specialist, converted.trained_depth) == (spans, depth)
+    assert [line in said for line, said in zip(lines, assumed, strict=True)] == [True] * len(lines)
 
 
 def test_a_known_name_with_another_number_of_layers(tmp_path, tiny, capsys):
     with pytest.raises(UserError, match="has 4 specialists, got 2"):
-        convert(tmp_path, tiny, draft_tensors(4), capsys, name="PosS3-Llama2-13B-Chat")
+        convert(tmp_path, tiny, draft_tensors(4), capsys, name=PUBLISHED_NAME)
 
 
 def test_published_table():
@@ -264,10 +253,6 @@ def test_published_table():
             wanted = {"HASS": 3, "EAGLE3-": 7}
             found = [depth for name, depth in wanted.items() if name in hub_id]
             assert spans == (1,) and [depth] == (found or [1])
-
-
-# --------------------------------------------------------------------------------------------------
-# Contradictions and other models
 
 
 @pytest.mark.parametrize(
@@ -292,24 +277,6 @@ def test_contradictions_name_both_sides(tmp_path, tiny, capsys, config, message)
     with pytest.raises(UserError, match=message):
         convert(tmp_path, tiny, tensors, capsys, config=config)
     assert not (tmp_path / "out").exists()
-
-
-def test_hidden_bias_against_config_json(tmp_path, tiny, capsys):
-    tensors = draft_tensors(**{"layers.0.self_attn.q_proj.bias": (8,)})
-    with pytest.raises(UserError, match="says qkv_bias False, the weights hold a"):
-        convert(tmp_path, tiny, tensors, capsys, config={"qkv_bias": False})
-
-
-def test_other_head_in_vllms_layout(tmp_path, tiny, capsys):
-    tensors = draft_tensors(**{"model.lm_head.weight": (16, 8)})
-    with pytest.raises(UserError, match=r"model\.lm_head\.weight differs from the head"):
-        convert(tmp_path, tiny, tensors, capsys)
-
-
-def test_a_key_with_and_without_prefix(tmp_path, tiny, capsys):
-    tensors = draft_tensors(**{"model.fc.weight": (8, 16)})
-    with pytest.raises(UserError, match=r"both fc\.weight and model\.fc\.weight"):
-        convert(tmp_path, tiny, tensors, capsys)
 
 
 NOT_YET = "not supported yet"
@@ -339,6 +306,17 @@ OTHERS = {
         {},
         r"layers\.0\.input_layernorm\.weight\); no EAGLE-2, HASS or PosS draft has one",
     ),
+    "a bias that config.json denies": (
+        {"layers.0.self_attn.q_proj.bias": (8,)},
+        {"qkv_bias": False},
+        "says qkv_bias False, the weights hold a",
+    ),
+    "another head": (
+        {"model.lm_head.weight": (16, 8)},
+        {},
+        r"model\.lm_head\.weight differs from the head",
+    ),
+    "a key twice": ({"model.fc.weight": (8, 16)}, {}, r"both fc\.weight and model\.fc\.weight"),
     "experts": ({"layers.0.mlp.experts.0.up_proj.weight": (2, 8)}, {}, "a mixture of experts"),
     "LoRA": ({"layers.0.self_attn.q_proj.lora_A.weight": (2, 8)}, {}, "a LoRA adapter"),
     "quantised": ({}, {"quantization_config": {"quant_method": "awq"}}, "quantised weights"),

@@ -1,57 +1,45 @@
-"""The converter and bad input: one clear line, exit code 2, nothing left behind."""
+"""The converter and bad or damaged input: one clear line, exit code 2, nothing left behind."""
 
 import json
 import os
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_sources import (
     convert_tiny,
+    damages,
     draft_tensors,
+    refusal_of,
     run,
     target_tensors,
     write_shards,
     write_source,
 )
+from flax.traverse_util import flatten_dict
+from programs import refusal
 from safetensors.numpy import save_file
 
-import poss_jax.checkpoint.items
 from poss_jax.checkpoint.sums import write_sums
 from poss_jax.config import json_reading
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import cli, main
 from poss_jax.convert.inspection import inspect
+from poss_jax.convert.plan import Conversion, plan_draft, plan_target
 from poss_jax.convert.source import open_tensors
 
 KEY = "model.layers.1.mlp.up_proj.weight"
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return convert_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-def refusal_of(command, tmp_path, **flags) -> str:
-    """The line that a conversion of `source` ends with; no output is left."""
-    with pytest.raises(UserError) as error:
-        run(command, source=tmp_path / "source", output=tmp_path / "out", **flags)
-    assert not list(tmp_path.glob("*out*"))
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-# --------------------------------------------------------------------------------------------------
-# Sources with one change each
 
 Change = Callable[[Path], object]
 
@@ -168,10 +156,7 @@ CHANGES = [
     (setting("rope_theta", "1e999"), r"config\.json: rope"),
     (setting("max_position_embeddings", "-1"), r"config\.json: max"),
     *((setting("eos_token_id", text), r"/config\.json: eos_token_id: ") for text in _NO_STOPS),
-    (
-        setting("eos_token_id", '"end"', "generation_config.json"),
-        r"/generation_config\.json: eos_token_id: ",
-    ),
+    (setting("eos_token_id", '"end"', "generation_config.json"), r"/generation_config\.json:"),
     *((linked(name), rf"{re.escape(name)}: {_OUT}") for name in ("config.json", *_BESIDE)),
     (linked("tokenizer.json", hops=2), rf"tokenizer\.json: {_OUT}"),
     (linked("model.safetensors"), rf"model\.safetensors: {_OUT}"),
@@ -202,7 +187,7 @@ CHANGED_SHARDS = [
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_changed_source_is_refused(tmp_path, change, message):
     change(write_source(tmp_path / "source", target_tensors()))
-    assert re.search(message, refusal_of("target", tmp_path))
+    assert re.search(message, refusal_of(tmp_path / "source"))
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGED_SHARDS)
@@ -210,7 +195,7 @@ def test_changed_shards_are_refused(tmp_path, change, message):
     folder = write_source(tmp_path / "source", target_tensors())
     write_shards(folder, target_tensors())
     change(folder)
-    assert re.search(message, refusal_of("target", tmp_path))
+    assert re.search(message, refusal_of(tmp_path / "source"))
 
 
 def test_inspect_refuses_links_pipes_and_tokenizer_models_without_checksums(tmp_path):
@@ -228,7 +213,7 @@ def test_inspect_refuses_links_pipes_and_tokenizer_models_without_checksums(tmp_
 def test_json_file_that_is_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr(json_reading, "MAX_BYTES", 100)
     write_source(tmp_path / "source", target_tensors())
-    message = refusal_of("target", tmp_path)
+    message = refusal_of(tmp_path / "source")
     assert re.search(r"config\.json: want at most 100 bytes of JSON, got \d+", message)
 
 
@@ -239,11 +224,7 @@ def test_weight_that_is_not_finite_is_refused(tmp_path, dtype, value):
     tensors[KEY][3, 2] = value
     folder = write_source(tmp_path / "source", tensors)
     line = f"{folder / 'model.safetensors'}: {KEY} holds NaN or infinity"
-    assert line in refusal_of("target", tmp_path)
-
-
-# --------------------------------------------------------------------------------------------------
-# Keys that do not fit
+    assert line in refusal_of(tmp_path / "source")
 
 
 def test_every_wrong_key_is_listed(tmp_path):
@@ -252,7 +233,7 @@ def test_every_wrong_key_is_listed(tmp_path):
     tensors["model.layers.1.self_attn.k_proj.weight"] = np.zeros((8, 8), np.float32)
     tensors["lm_head.weight"] = np.zeros((16, 8), np.int32)
     write_source(tmp_path / "source", tensors)
-    message = refusal_of("target", tmp_path)
+    message = refusal_of(tmp_path / "source")
     assert "missing model.norm.weight [8]" in message
     assert "unknown model.layers.2.mlp.gate_proj.weight [12, 8]" in message
     assert "model.layers.1.self_attn.k_proj.weight want [4, 8] got [8, 8]" in message
@@ -269,17 +250,13 @@ def test_every_wrong_key_is_listed(tmp_path):
 )
 def test_draft_with_wrong_keys_is_refused(tmp_path, tiny, tensors, message):
     write_source(tmp_path / "source", tensors)
-    assert message in refusal_of("draft", tmp_path, target=tiny / "target")
+    assert message in refusal_of(tmp_path / "source", "draft", target=tiny / "target")
 
 
 def test_draft_given_as_target_is_refused(tmp_path):
     write_source(tmp_path / "source", draft_tensors())
-    message = refusal_of("target", tmp_path)
+    message = refusal_of(tmp_path / "source")
     assert re.search(r"holds a draft \(fc\.weight\); .* the draft command", message)
-
-
-# --------------------------------------------------------------------------------------------------
-# The program
 
 
 def test_table_and_summary(tmp_path, tiny, capsys):
@@ -313,29 +290,6 @@ def test_sources_that_are_none(tmp_path, tiny):
         main(["inspect", str(tiny / "target"), "--revision", "main"])
 
 
-def test_output_that_is_not_empty(tmp_path, tiny):
-    (tmp_path / "keep.txt").write_text("mine")
-    with pytest.raises(UserError, match="not empty"):
-        run("target", source=tiny / "source", output=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["keep.txt"]
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_interrupted_conversion_leaves_nothing(tmp_path, tiny, monkeypatch, error):
-    checkpointer = poss_jax.checkpoint.items._writer()
-    save = checkpointer.save
-
-    def fail_at_the_norm(path, args):
-        if path.name == "norm":
-            raise error("stop")
-        save(path, args=args)
-
-    monkeypatch.setattr(checkpointer, "save", fail_at_the_norm)
-    with pytest.raises(UserError if error is RuntimeError else error, match="stop"):
-        run("target", source=tiny / "source", output=tmp_path / "new" / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -348,21 +302,147 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, tiny, monkeypatch, erro
         "draft --source x --target t --output y --trained-depth -1",
     ],
 )
-def test_wrong_arguments_are_one_line(arguments, monkeypatch, capsys):
-    monkeypatch.setattr("poss_jax.program.running._leave", sys.exit)  # and not the process
-    monkeypatch.setattr(sys, "argv", ["poss-convert", *arguments.split()])
-    with pytest.raises(SystemExit) as exit_info:
-        cli()
-    out, err = capsys.readouterr()
-    assert (exit_info.value.code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ") and "--help" in err
+def test_wrong_arguments_are_one_line(arguments):
+    assert "--help" in refusal(main, *arguments.split())
 
 
-def test_refusal_as_a_process(tmp_path):
-    command = [sys.executable, "-m", "poss_jax.convert", "target"]
-    command += ["--source", str(tmp_path / "missing"), "--output", str(tmp_path / "out")]
-    root = Path(__file__).parents[1]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: source ") and result.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+# --------------------------------------------------------------------------------------------------
+# Damaged sources: one clear error and nothing left behind, or the result of the intact ones.
+#
+# Every file that a conversion reads is cut at random places and has random bits flipped. Where
+# SHA256SUMS names it, that is the whole truth. Without, safetensors have no checksums: a
+# bit flipped in their data changes the one number it is in, and nothing else; a digit flipped in a
+# config changes the config, and no weight.
+
+NUM_CASES = 20
+
+
+class Result(NamedTuple):
+    """The result that a conversion would write."""
+
+    config: Any
+    target: Any
+    arrays: dict[str, tuple[np.dtype, bytes]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source, and how it is converted."""
+
+    folder: Path
+    arguments: list[str]
+    plan: Callable[[], Conversion]
+
+    def convert(self) -> Result:
+        planned = self.plan()
+        arrays = {
+            "/".join((item, *path)): (array.dtype, array.tobytes())
+            for item, tree in planned.items
+            for path, array in flatten_dict(tree).items()
+        }
+        return Result(planned.record.config, planned.record.target, arrays)
+
+
+def build(folder: Path, form: str, *, with_sums: bool) -> Case:
+    family, _, kind = form.partition("-")
+    target = convert_tiny(folder / "made") / "target"
+    tensors = target_tensors() if family == "target" else draft_tensors(2)
+    source = write_source(folder / "source", tensors)
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    if kind == "shards":
+        write_shards(source, tensors)
+    elif kind == "bin":
+        import torch
+
+        (source / "model.safetensors").unlink()
+        state = {key: torch.from_numpy(value) for key, value in tensors.items()}
+        torch.save(state, source / "pytorch_model.bin")
+    if with_sums:
+        write_sums(source, [path.name for path in source.iterdir()])
+    if family == "target":
+        return Case(source, ["target", "--source", str(source)], lambda: plan_target(str(source)))
+    return Case(
+        source,
+        f"draft --source {source} --target {target} --positions-per-specialist 1,3".split(),
+        lambda: plan_draft(str(source), target, positions_per_specialist=(1, 3)),
+    )
+
+
+@pytest.fixture
+def run_cli(monkeypatch, capsys, tmp_path):
+    """Runs the program on a damaged source; gives its one line."""
+    monkeypatch.setattr("poss_jax.program.running._leave", sys.exit)  # and the process
+    (tmp_path / "output").mkdir()
+
+    def run(arguments: list[str]) -> str:
+        argv = ["poss-convert", *arguments, "--output", str(tmp_path / "output/model")]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as exit_info:
+            cli()
+        assert exit_info.value.code == 2
+        assert list((tmp_path / "output").iterdir()) == []
+        line = capsys.readouterr().err
+        assert line.startswith("error: ") and line.count("\n") == 1
+        return line
+
+    return run
+
+
+def changed_elements(got: Result, want: Result) -> list[tuple[str, int]]:
+    """Key path and index of the float32 numbers that differ."""
+    return [
+        (key, int(index))
+        for key, (_, content) in want.arrays.items()
+        for index in np.flatnonzero(
+            np.frombuffer(got.arrays[key][1], np.uint32) != np.frombuffer(content, np.uint32)
+        )
+    ]
+
+
+FORMS = [
+    ("target-single", ["config.json", "generation_config.json", "model.safetensors"]),
+    ("target-shards", [INDEX, "model-00002-of-00003.safetensors"]),
+    ("target-bin", ["pytorch_model.bin"]),
+    ("draft-single", ["config.json", "model.safetensors"]),
+    ("draft-shards", [INDEX, "model-00003-of-00003.safetensors"]),
+    ("draft-bin", ["pytorch_model.bin"]),
+]
+FILES = [
+    pytest.param(form, name, marks=pytest.mark.torch if form.endswith("bin") else ())
+    for form, names in FORMS
+    for name in names
+]
+
+
+@pytest.mark.parametrize(("form", "name"), [*FILES, ("target-single", "SHA256SUMS")])
+def test_with_checksums_damage_never_passes(tmp_path, run_cli, form, name):
+    case = build(tmp_path, form, with_sums=True)
+    want, intact = case.convert(), (case.folder / name).read_bytes()
+    for done, content in damages(intact, NUM_CASES):
+        (case.folder / name).write_bytes(content)
+        try:
+            assert case.convert() == want, done
+        except UserError:
+            assert name in run_cli(case.arguments), done
+
+
+@pytest.mark.parametrize(("form", "name"), FILES)
+def test_without_checksums(tmp_path, run_cli, form, name):
+    case = build(tmp_path, form, with_sums=False)
+    want, intact = case.convert(), (case.folder / name).read_bytes()
+    header = 8 + int.from_bytes(intact[:8], "little")
+    for done, content in damages(intact, NUM_CASES):
+        (case.folder / name).write_bytes(content)
+        try:
+            got = case.convert()
+        except UserError:
+            line = run_cli(case.arguments)
+            assert name in line or str(case.folder) in line, done
+            continue
+        changed = changed_elements(got, want)
+        flipped = int(done.split()[1])
+        if got == want or name.endswith("config.json"):
+            assert changed == [], done
+        else:
+            assert name.endswith(".safetensors") and flipped >= header, done
+            assert done.startswith("flip") and len(changed) == 1, done

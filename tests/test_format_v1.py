@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 from make_format_v1 import DRAFT, PROMPT, TARGET, TREE, params_of
+from models import assert_same
 
 from poss_jax.checkpoint.folder import load_draft, load_target, verify_model
 from poss_jax.checkpoint.record import read_record
@@ -31,12 +30,8 @@ def test_records(folder):
 def test_arrays(folder):
     record, target = load_target(folder / "target")
     _, draft = load_draft(folder / "draft", target=record)
-    for got, config in ((target, TARGET), (draft, DRAFT)):
-        want = params_of(config)
-        assert jax.tree.structure(got) == jax.tree.structure(want)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(np.asarray(a), b)
+    assert_same(target, params_of(TARGET))
+    assert_same(draft, params_of(DRAFT))
 
 
 def test_tokenizer(folder):

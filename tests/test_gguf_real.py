@@ -34,21 +34,9 @@ QUESTIONS = """What is the capital of France?
 Write a haiku about the sea.
 Explain photosynthesis to a child.
 If I have 3 apples and eat one, how many are left?
-Name three prime numbers above 20.
 Translate "good morning" into Spanish.
 Write a Python function that reverses a string.
-What causes the seasons?
 Give me a recipe for pancakes.
-Who wrote Romeo and Juliet?
-Summarise the story of Cinderella in two sentences.
-What is 17 times 23?
-Suggest a name for a black cat.
-How does a bicycle stay upright?
-List the planets in order.
-What is the difference between a lake and a sea?
-Write an email that asks for a day off.
-Why is the sky blue?
-Explain recursion with an example.
 What should I pack for a trip to Norway in winter?""".splitlines()
 
 
