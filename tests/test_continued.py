@@ -279,6 +279,17 @@ def test_an_answer_that_a_stopping_server_cuts_goes_on() -> None:
     assert texts(late) == [text_of(answer_of(5, [1, 2, 3], 2)) + "half"]
 
 
+def open_call(handler: Callable[[httpx.Request], httpx.Response], num_servers: int) -> int:
+    """Status of a request to servers that all answer like this."""
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handler)) as client:
+            pool = Pool([f"http://s{i}" for i in range(num_servers)], client)
+            return await pool.open(Call("POST", "/v1/completions", b"{}", {}, 5.0), patience=30.0)
+
+    return asyncio.run(send()).status_code
+
+
 @pytest.mark.parametrize("num_servers", [2, 7])
 @pytest.mark.parametrize("error", [httpx.ReadError, httpx.RemoteProtocolError, None])
 def test_a_request_kills_five_servers_at_most(error: Any, num_servers: int) -> None:
@@ -290,16 +301,11 @@ def test_a_request_kills_five_servers_at_most(error: Any, num_servers: int) -> N
             return httpx.Response(502, text="a replica died")
         raise error("gone")
 
-    async def send() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(die)) as client:
-            pool = Pool([f"http://s{i}" for i in range(num_servers)], client)
-            return await pool.open(Call("POST", "/v1/completions", b"{}", {}, 5.0), patience=30.0)
-
     if error is None:
-        assert asyncio.run(send()).status_code == 502
+        assert open_call(die, num_servers) == 502
     else:
         with pytest.raises(GivenUp, match="servers die of the request"):
-            asyncio.run(send())
+            open_call(die, num_servers)
     assert len(asked_of) == 5
 
 
@@ -311,12 +317,7 @@ def test_servers_that_cannot_be_reached_are_asked_again() -> None:
             raise error
         return httpx.Response(200)
 
-    async def send() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            call = Call("GET", "/v1/models", b"", {}, 5.0)
-            return await Pool(["http://a", "http://b"], client).open(call, patience=30.0)
-
-    assert asyncio.run(send()).status_code == 200 and not outcomes
+    assert open_call(answer, 2) == 200 and not outcomes
 
 
 def test_whole_answers_are_waited_for_no_longer_than_they_may_take(monkeypatch) -> None:

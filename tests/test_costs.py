@@ -13,7 +13,7 @@ from models import make_engine, random_draft, random_target, tiny_llama
 
 from infer.bench import costs, phases, rates
 from infer.bench.costs import DEVICES, Cost, Device, Workload, cost_card
-from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.engine.engine import Engine
@@ -23,15 +23,8 @@ from poss_jax.model.specialists import fuse_draft
 from poss_jax.model.target import init_target
 
 # One layer: q and o 4 x 6 each, k and v 4 x 2 each, MLP 3 x 4 x 5; the head 10 x 4.
-LLAMA = LlamaConfig(
-    vocab_size=10,
-    hidden_size=4,
-    intermediate_size=5,
-    num_layers=2,
-    num_heads=3,
-    num_kv_heads=1,
-    head_dim=2,
-)
+SHAPE = {"vocab_size": 10, "hidden_size": 4, "intermediate_size": 5, "head_dim": 2}
+LLAMA = tiny_llama(**SHAPE, num_heads=3, num_kv_heads=1)
 QO, KV, MLP, HEAD, FC = 48, 16, 60, 40, 32
 LAYERS = 2 * (QO + KV + MLP)
 PAIR = 2 * 2  # numbers in a key and a value of one row
