@@ -4,15 +4,14 @@
     python tests/behaviour.py dump after.npz      # after it, on the same machine
     python tests/behaviour.py compare before.npz after.npz
 
-A dump holds trees, scores, losses and gradients of the recorded models; training of tiny models and
-their generations, greedy and sampled, in batches and streamed; and the files of conversions and
-exports. It takes four minutes on one core, and less where `JAX_COMPILATION_CACHE_DIR` names a
-folder that an earlier dump has filled. `compare` prints each name that differs with the largest
-difference, then one line of JSON, and exits with 1 if anything differs.
+A dump holds trees, scores, losses and gradients of the recorded models, and training of tiny models
+and their generations, greedy and sampled, in batches and streamed. It takes four minutes on one
+core, and less where `JAX_COMPILATION_CACHE_DIR` names a folder that an earlier dump has filled.
+`compare` prints each name that differs with the largest difference, then one line of JSON, and
+exits with 1 if anything differs.
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -26,14 +25,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import convert_sources as sources
 import golden
 import jax
 import numpy as np
 import programs
 import test_golden
 import test_posterior
-from make_format_v1 import PROMPT, TREE
 
 from poss_jax import Engine, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_draft, load_target
@@ -102,14 +99,6 @@ def recorded_scores(model: golden.Golden) -> Dump:
         yield f"posterior/{case}/ends", test_posterior.draw_ends(scores, tree)
 
 
-def format_v1() -> Dump:
-    folder = golden.ROOT / "format_v1"
-    engine = Engine.load(folder / "target", folder / "draft", EngineConfig(tree=TREE))
-    yield from texts(engine.generate([PROMPT], max_new_tokens=24))
-    yield from under("target", parameters(folder / "target"))
-    yield from under("draft", parameters(folder / "draft", folder / "target"))
-
-
 def tiny_models(folder: Path) -> Dump:
     """Training by the program, and generations of what it trained."""
     runs = programs.tiny_runs(folder)
@@ -139,38 +128,6 @@ def tiny_models(folder: Path) -> Dump:
         yield f"poss3/stream{'_sampled' if sampling else ''}", json.dumps(shown)
 
 
-def conversions(folder: Path) -> Dump:
-    """Model folders and exports of synthetic checkpoints, in shards and in bfloat16."""
-    for name, dtype in {"float32": np.float32, "bfloat16": jax.numpy.bfloat16}.items():
-        here = folder / name
-        target, draft = sources.target_tensors(dtype), sources.draft_tensors(2, dtype)
-        sources.write_source(here / "source", target, eos_token_id=[3, 5])
-        if name == "float32":
-            sources.write_shards(here / "source", target)
-        sources.write_source(here / "drafted", draft, bias=False, rope_theta=1e4)
-        models = {"source": here / "drafted", "target": here / "target"}
-        sources.run("target", source=here / "source", output=here / "target")
-        sources.run("draft", **models, output=here / "draft", positions_per_specialist="1,4")
-        sources.run("export", model=here / "target", output=here / "hf")
-        there = {"target": here / "target"}
-        sources.run("export", model=here / "draft", output=here / "hf_draft", **there)
-        yield from under(f"{name}/target", parameters(here / "target"))
-        yield from under(f"{name}/draft", parameters(here / "draft", here / "target"))
-        for path in sorted(here.rglob("*")):
-            # Orbax draws the names of its files, and a model folder's SHA256SUMS lists them.
-            lists_drawn = path.name == "SHA256SUMS" and (path.parent / "weights").is_dir()
-            if path.is_file() and "weights" not in path.parts and not lists_drawn:
-                yield f"{name}/{path.relative_to(here)}", content(path)
-
-
-def content(path: Path) -> str:
-    """A file's SHA-256, or the text of a model.json without what depends on time and place."""
-    if path.name != "model.json":
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    record = json.loads(path.read_text())
-    return json.dumps({key: record[key] for key in record if key != "provenance"}, indent=1)
-
-
 def parameters(folder: Path, target: Path | None = None) -> Dump:
     """Arrays of a model folder, by their path."""
     loaded = load_draft(folder, target=load_target(target)[0]) if target else load_target(folder)
@@ -192,9 +149,7 @@ def everything(folder: Path) -> Dump:
     for model in models:
         yield from under(f"recorded/{model.method}", recorded(model))
     yield from under("recorded", recorded_scores(models[0]))
-    yield from under("format_v1", format_v1())
     yield from under("tiny", tiny_models(folder))
-    yield from under("converted", conversions(folder / "converted"))
 
 
 def dump(path: str) -> None:

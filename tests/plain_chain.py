@@ -82,13 +82,13 @@ def predict_eagle(draft: Any, index: int, embedded: np.ndarray, features: np.nda
 
 def run_layer(layer: Any, rows: np.ndarray) -> np.ndarray:
     """One layer over rows 0, 1, ... in float64; each row attends itself and the rows before it."""
-    of, mlp = layer["attention"], layer["mlp"]
+    of = layer["attention"]
     normed = norm(rows, layer["input_norm"]["scale"]) if "input_norm" in layer else rows
     at = np.arange(len(rows))
     q, k, v = (
         (normed @ of[name]["weight"].T).reshape(len(rows), -1, LLAMA.head_dim) for name in "qkv"
     )
-    q, k = _rotated(q, at), _rotated(k, at)
+    q, k = rotated(q, at, LLAMA.rope.theta), rotated(k, at, LLAMA.rope.theta)
     heads = []
     for head in range(LLAMA.num_heads):
         group = head * LLAMA.num_kv_heads // LLAMA.num_heads
@@ -96,9 +96,12 @@ def run_layer(layer: Any, rows: np.ndarray) -> np.ndarray:
         shares = np.exp(np.where(at[:, None] >= at, scores, -np.inf))
         heads.append(shares @ v[:, group] / shares.sum(axis=1, keepdims=True))
     rows = rows + np.concatenate(heads, axis=1) @ of["o"]["weight"].T
-    normed = norm(rows, layer["mlp_norm"]["scale"])
-    gate, up = (normed @ mlp[name]["weight"].T for name in ("gate", "up"))
-    return rows + (gate / (1 + np.exp(-gate)) * up) @ mlp["down"]["weight"].T
+    return rows + run_mlp(layer["mlp"], norm(rows, layer["mlp_norm"]["scale"]))
+
+
+def run_mlp(mlp: Any, rows: np.ndarray) -> np.ndarray:
+    gate, up = (rows @ mlp[name]["weight"].T for name in ("gate", "up"))
+    return (gate / (1 + np.exp(-gate)) * up) @ mlp["down"]["weight"].T
 
 
 def norm(x: np.ndarray, scale: Any) -> np.ndarray:
@@ -106,9 +109,9 @@ def norm(x: np.ndarray, scale: Any) -> np.ndarray:
     return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + LLAMA.rms_norm_eps) * scale
 
 
-def _rotated(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def rotated(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
     """Heads [rows heads H] as complex numbers, each turned by its angle."""
-    half = LLAMA.head_dim // 2
-    angles = positions[:, None] * LLAMA.rope.theta ** (-np.arange(half) / half)
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * theta ** (-np.arange(half) / half)
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
     return np.concatenate([turned.real, turned.imag], axis=-1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from golden import ROOT_E3, load_golden, read_npz
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
+from plain_chain import rotated, run_mlp
 
 from poss_jax.config.models import DraftConfig, MeshConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError
@@ -24,6 +25,7 @@ from poss_jax.model.parameters import place_tree
 from poss_jax.model.sharding import make_mesh
 from poss_jax.model.specialists import borrow_from_target
 
+MASKED = {"mask_token": 7, "positions_per_specialist": (1,)}  # which training does not know
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "norm_before_residual": {"norm_before_residual": True},
@@ -49,11 +51,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "fc_norm": "each",
     },
     "all": {"norm_before_residual": True, "fc_norm": "each", "output_norm": "fed_back"},
-}
-MASKED: dict[str, dict[str, Any]] = {
-    "masked": {"mask_token": 7, "fc_norm": "whole"},
-    "masked_stack": {"mask_token": 7, "layers_per_specialist": (3,), "has_embedding": True},
-    "masked_window": {"mask_token": 7, "layers_per_specialist": (2,), "window": 3, "num_sinks": 0},
+    "masked": {**MASKED, "fc_norm": "whole"},
+    "masked_stack": {**MASKED, "layers_per_specialist": (3,), "has_embedding": True},
+    "masked_window": {**MASKED, "layers_per_specialist": (2,), "window": 3, "num_sinks": 0},
 }
 PARTS_OF_ALL = ("norm_before_residual", "fc_norm", "norm_output")
 PARTS_OF_OTHERS = (*PARTS_OF_ALL, "deep", "window", "looped")
@@ -74,15 +74,6 @@ CONFIG = DraftConfig(
 def rms(x: Any, norm: Any, config: DraftConfig) -> Any:
     eps = config.layer.rms_norm_eps
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * norm["scale"]
-
-
-def rotated(x: Any, position: Any, theta: float) -> Any:
-    half = x.shape[-1] // 2
-    angle = position[:, None, None] * theta ** (-np.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate(
-        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1
-    )
 
 
 def fused(config: DraftConfig, params: Any, features: Any) -> Any:
@@ -122,11 +113,6 @@ def run_further(config: DraftConfig, layer: Any, hidden: Any, keys: Any, values:
     mixed = attended(config, rotated(q, position, theta), keys, values)
     hidden = hidden + mixed @ weights["o"]["weight"].T
     return hidden + run_mlp(layer["mlp"], rms(hidden, layer["mlp_norm"], config))
-
-
-def run_mlp(mlp: Any, rows: Any) -> Any:
-    gate = rows @ mlp["gate"]["weight"].T
-    return gate / (1 + np.exp(-gate)) * (rows @ mlp["up"]["weight"].T) @ mlp["down"]["weight"].T
 
 
 def forward(
@@ -209,37 +195,20 @@ def test_chains_of_drafting_and_training_equal_the_forward(name: str) -> None:
     config = dataclasses.replace(CONFIG, **VARIANTS[name])
     target, draft = random_target(LLAMA), random_draft(config)
     tokens = random_tokens(LLAMA, 1, T + STEPS)
-    features = jnp.asarray(np.random.default_rng(0).normal(size=(1, T, 3 * LLAMA.hidden_size)))
-    features = features.astype(jnp.float32)
-    chain = jax.jit(lambda params: draft_chains(config, params, tokens, features))(
-        borrow_from_target(draft, target)
-    )
-    embedded = borrow_from_target(draft, target)["embed"]["weight"][tokens[0, 1:]]
-    logits = forward(config, draft, embedded, features[0], STEPS)[1]
-    trained = train_chains(
-        config, borrow_from_target(stacked(draft), target), embedded[:T], features
-    )
+    drawn = np.random.default_rng(0).normal(size=(1, T, 3 * LLAMA.hidden_size))
+    features, borrowed = jnp.asarray(drawn, jnp.float32), borrow_from_target(draft, target)
+    chain = jax.jit(lambda params: draft_chains(config, params, tokens, features))(borrowed)
+    embedded = borrowed["embed"]["weight"][tokens[0, 1:]]
+    whole = {key: borrowed[key] for key in borrowed if key != "vocabulary"}
+    logits = forward(config, whole, embedded, features[0], STEPS)[1]
     for step, got in enumerate(chain):
         np.testing.assert_allclose(got, logits[step], atol=2e-4, rtol=1e-4)
-        known = T - step
-        np.testing.assert_allclose(
-            trained[step, :known], logits[step, :known], atol=2e-4, rtol=1e-4
-        )
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_masked_positions_equal_the_forward(name: str) -> None:
-    config = dataclasses.replace(CONFIG, positions_per_specialist=(1,), **MASKED[name])
-    draft = borrow_from_target(random_draft(config), random_target(LLAMA))
-    tokens = random_tokens(LLAMA, 1, T + STEPS)
-    features = jnp.asarray(np.random.default_rng(0).normal(size=(1, T, 3 * LLAMA.hidden_size)))
-    features = features.astype(jnp.float32)
-    chain = jax.jit(lambda params: draft_chains(config, params, tokens, features))(draft)
-    del draft["vocabulary"]
-    embedded = draft["embed"]["weight"][tokens[0, 1:]]
-    logits = forward(config, draft, embedded, features[0], STEPS)[1]
-    for step, got in enumerate(chain):
-        np.testing.assert_allclose(got, logits[step], atol=2e-4, rtol=1e-4)
+    if config.mask_token is None:
+        params = borrow_from_target(stacked(draft), target)
+        trained = train_chains(config, params, embedded[:T], features)
+        for step, (got, want) in enumerate(zip(trained, logits, strict=True)):
+            known = T - step
+            np.testing.assert_allclose(got[:known], want[:known], atol=2e-4, rtol=1e-4)
 
 
 def draft_chains(config: DraftConfig, params: Any, tokens: Any, features: Any) -> list[Any]:
@@ -273,31 +242,26 @@ def train_chains(config: DraftConfig, params: Any, embedded: Any, features: Any)
     return run(params)
 
 
-@pytest.mark.parametrize("name", VARIANTS | MASKED)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_every_parameter_has_a_place_on_a_mesh(name: str) -> None:
-    spans = {"positions_per_specialist": (1,)} if name in MASKED else {}
-    draft = random_draft(dataclasses.replace(CONFIG, **spans, **(VARIANTS | MASKED)[name]))
+    draft = random_draft(dataclasses.replace(CONFIG, **VARIANTS[name]))
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     assert jax.tree.structure(place_tree(draft, mesh)) == jax.tree.structure(draft)
 
 
-def test_a_width_that_tells_features_apart() -> None:
-    layer = tiny_llama(num_layers=1, hidden_size=96)
-    own = {"layer": layer, "target_size": 32, "has_embedding": True}
-    with pytest.raises(UserError, match="hidden_size 96: want another width than the target's"):
-        init_draft(dataclasses.replace(CONFIG, **own), jax.random.key(0))
-
-
-@pytest.mark.parametrize("aux_layers", [(), (1,)])
-def test_one_layer_of_the_target_is_not_told_from_a_prediction(aux_layers: tuple[int, ...]) -> None:
-    config = dataclasses.replace(CONFIG, aux_layers=aux_layers)
-    with pytest.raises(
-        UserError, match=f"at least two layers of the target, got {len(aux_layers)}"
-    ):
-        init_draft(config, jax.random.key(0))
-
-
-def test_norms_of_three_parts() -> None:
-    config = dataclasses.replace(CONFIG, fc_norm="each", aux_layers=(0, 1))
-    with pytest.raises(UserError, match="fc_norm each: want 3 layers of the target, got 2"):
-        init_draft(config, jax.random.key(0))
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (
+            {"layer": tiny_llama(num_layers=1, hidden_size=96), "target_size": 32}
+            | {"has_embedding": True},
+            "hidden_size 96: want another width than the target's",
+        ),
+        ({"aux_layers": ()}, "at least two layers of the target, got 0"),
+        ({"aux_layers": (1,)}, "at least two layers of the target, got 1"),
+        ({"fc_norm": "each", "aux_layers": (0, 1)}, "fc_norm each: want 3 layers of the target,"),
+    ],
+)
+def test_features_that_are_not_told_apart(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        init_draft(dataclasses.replace(CONFIG, **changes), jax.random.key(0))

@@ -55,10 +55,6 @@ def written(folder: Path) -> tuple[FeatureCache, np.ndarray]:
     return cache, features
 
 
-# --------------------------------------------------------------------------------------------------
-# Programs
-
-
 def cached(runs: Runs, folder: Path, values: dict[str, Any]) -> str:
     """Config of a run with a cache of several shards, next to it."""
     features = {"cache": str(folder / "cache"), "shard_gib": 2**-12}
@@ -144,10 +140,6 @@ def test_dry_run_tells_the_size_and_writes_nothing(runs, tmp_path, capsys):
     rows = said.partition("features  ")[2].partition(" x 32 x 32 bfloat16, ")[0]
     assert int(rows) > 100 and "3 shards" in said and "; 0 of them written" in said
     assert [path.name for path in tmp_path.iterdir()] == ["configs"]
-
-
-# --------------------------------------------------------------------------------------------------
-# The cache
 
 
 def test_rows_are_read_as_written_in_any_order(tmp_path):
@@ -276,10 +268,6 @@ def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path):
         cache.write(2, parts())
     names = {path.name for path in (tmp_path / "cache").iterdir()}
     assert names == {"manifest.json", "000000.npy", "000001.npy"} and cache.missing == [2]
-
-
-# --------------------------------------------------------------------------------------------------
-# Rows with features
 
 
 def test_a_device_reads_its_own_rows_and_no_others():

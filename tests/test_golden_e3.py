@@ -7,16 +7,12 @@ import pytest
 from golden import METHODS_E3, ROOT_E3, TREES_E3, Golden, load_golden, read_npz
 from test_golden import by_source_key, check_generations, check_rounds, check_stops
 
-from poss_jax.config.models import TreeConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
-from poss_jax.decode import drafting
-from poss_jax.decode.drafting import commit_pairs, join_pairs
 from poss_jax.learn.chains import unroll_chains
 from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftData, DraftTask, own_head, prepare_draft_data
 from poss_jax.model.cache import init_cache
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.families.eagle3 import read
 from poss_jax.model.target import prefill, stack_layers
 
 
@@ -73,10 +69,6 @@ def test_generations(golden, part, suffix):
 
 def test_generations_end_at_the_first_stop_token(golden):
     check_stops(golden, "_small")
-
-
-# --------------------------------------------------------------------------------------------------
-# Training
 
 
 TRAINED = [name for name in METHODS_E3 if (ROOT_E3 / f"train_{name}.npz").exists()]
@@ -161,36 +153,3 @@ def test_gradients(trained):
         if f"grad/{key}" in recorded:
             want = recorded[f"grad/{key}"]
             np.testing.assert_allclose(ours[key], want, atol=1e-5 * np.abs(want).max(), err_msg=key)
-
-
-def test_drafting_on_a_chain_is_the_training_forward(trained):
-    """A chain of one child per node that is given the recorded text predicts what training did."""
-    predictions, _, _, _, golden = trained
-    config, text = golden.draft_config, read_npz("train_batch", ROOT_E3)
-    R, tokens, aux = config.trained_depth, text["input_ids"][0], text["aux_hidden"][:1]
-    draft = golden.weights.draft
-    wanted = read(draft, config, jnp.asarray(predictions[:, 0])) @ draft["head"]["weight"].T
-    for num_pairs in (1, 20):
-
-        @jax.jit
-        def run(draft, num_pairs=num_pairs):
-            seen = []
-
-            def children(logits, level, top_k):
-                seen.append(logits[:, 0])
-                next_token = tokens[num_pairs + 1 + level.depth]
-                return jnp.full((1, 1, top_k), next_token, jnp.int32), jnp.zeros((1, 1, top_k))
-
-            told = draft | {"vocabulary": jnp.arange(golden.llama.vocab_size, dtype=jnp.int32)}
-            size = {"num_layers": config.num_streams(config.trained_depth), "size": 64}
-            length = jnp.full(1, len(tokens), jnp.int32)
-            cache = init_cache(config.layer, **size, rope_length=length, dtype=jnp.float32)
-            next_tokens = jnp.asarray(tokens[None, 1 : num_pairs + 1], jnp.int32)
-            x = join_pairs(draft, config, next_tokens, jnp.asarray(aux[:, :num_pairs]))
-            count = jnp.full(1, num_pairs, jnp.int32)
-            cache, _ = commit_pairs(draft, config, cache, x, count)
-            tree = TreeConfig(depth=R, top_k=1, total_tokens=R + 1)
-            drafting.draft(told, config, tree, cache, x[:, -1:], children)
-            return jnp.concatenate(seen)
-
-        np.testing.assert_allclose(run(draft), wanted[:, num_pairs - 1], atol=2e-4)

@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager
 from threading import Event, Thread
 from typing import Any
 
-import numpy as np
 import pytest
 from serving import Served, request_bytes, serving, until
 from test_grammar import draw_engine
@@ -18,7 +17,6 @@ from poss_jax import UserError
 from poss_jax.config.models import TreeConfig
 from poss_jax.engine import grammar as grammars
 from poss_jax.engine import grammar_trials
-from poss_jax.engine.batch import no_masks
 from poss_jax.engine.grammar import Grammar, GrammarCompiler
 from poss_jax.engine.grammar_trials import Trial
 
@@ -102,28 +100,6 @@ def test_a_killed_trial_is_repeated_once(compiler, monkeypatch, tmp_path, num_ki
     assert len([*tmp_path.glob("killed*")]) == num_kills
 
 
-def test_masks_of_a_long_text_split_its_beginning(compiler, monkeypatch) -> None:
-    """Of an enum of 60,000 letters, all of which must follow, before every token."""
-    tokens, lengths = compiler._tokens, list[int]()
-
-    class Encoder:
-        def encode(self, text: str, *, encode: Any = tokens._encoder.encode, **options: Any) -> Any:
-            lengths.append(len(text))
-            return encode(text, **options)
-
-    guide = compiler.submit(Grammar.json_schema({"enum": ["weather " * 7_500]})).result(300)
-    monkeypatch.setattr(tokens, "_encoder", Encoder())
-    mask, text = no_masks(VOCAB_SIZE), b""
-    for _ in range(20):
-        guide.fill(mask)
-        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-        (token,) = np.flatnonzero(bits).tolist()
-        guide.advance([token])
-        text += tokens.tokens[token]
-    assert b'"weather weather ' in text + b" " and text in b'"' + b"weather " * 20
-    assert lengths and max(lengths) <= tokens._most_forced < 1_000
-
-
 class Tries:
     """Trials without a process: those of `slow` grammars last until they are let go."""
 
@@ -179,10 +155,6 @@ def test_what_is_kept_is_bounded(compiler, tries, monkeypatch) -> None:
     assert len(compiler._kept) == 2
     compiler.submit(Grammar.regex("z6", "fast")).result(60)
     assert len(tries.tried) == 8  # a kept one is not tried again
-
-
-# --------------------------------------------------------------------------------------------------
-# The server
 
 
 @contextmanager
