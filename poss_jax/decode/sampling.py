@@ -228,13 +228,15 @@ def draw(
         next_best = choose(jnp.where(scores > bound, noisy, -jnp.inf))
         return jnp.where(is_kept, chosen, next_best), is_kept
 
-    chosen = choose(noisy)
-    is_kept = jnp.broadcast_to(~_has_filter(sampling)[:, None], chosen.shape)
-
     def is_any_refused(state: tuple[Array, Array]) -> Array:
         return highest_of_groups((~state[1]).any())
 
-    return lax.while_loop(is_any_refused, replace_refused, (chosen, is_kept))[0]
+    def filtered(chosen: Array) -> Array:
+        is_kept = jnp.broadcast_to(~_has_filter(sampling)[:, None], chosen.shape)
+        return lax.while_loop(is_any_refused, replace_refused, (chosen, is_kept))[0]
+
+    # XLA computes outside of a loop what stays the same in it; the condition keeps it inside.
+    return _where_any(_has_filter(sampling), filtered, choose(noisy))
 
 
 def lower_unlikely(
