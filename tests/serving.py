@@ -1,12 +1,19 @@
-"""A server in this process, as `infer.serve` makes it, and what its clients send."""
+"""Servers in this process, as `infer.serve` makes them, and in others; what clients send."""
 
 import json
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +27,7 @@ from poss_jax.serving.server import DrainingServer, listen, make_server
 from poss_jax.serving.service import Service
 
 MODEL = "tiny"
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass
@@ -102,12 +110,61 @@ def serving(engine: Engine, *, api_key: str | None = None, **settings: Any) -> I
             thread.join()
 
 
+@dataclass
+class Program:
+    """A program in another process.
+
+    Attributes:
+      process: the process, which leads a group of its own.
+      log: file with what it prints.
+    """
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def find(self, pattern: str) -> str:
+        """Waits until it prints something."""
+        until(lambda: re.search(pattern, self.said) or self.process.poll() is not None, seconds=300)
+        match = re.search(pattern, self.said)
+        assert match, self.said
+        return match[1]
+
+
+@contextmanager
+def started(command: Sequence[str], **environment: str) -> Iterator[Program]:
+    """Runs Python with these arguments in this checkout, and stops it after the block."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | environment
+    options: Any = {"cwd": ROOT, "env": os.environ | environment, "start_new_session": True}
+    with (
+        tempfile.NamedTemporaryFile() as log,
+        subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, **options) as process,
+    ):
+        try:
+            yield Program(process, Path(log.name))
+        finally:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 def until(is_so: Callable[[], Any], seconds: float = 60.0) -> None:
     """Waits for something to become true."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "waited for too long"
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as sock:
+        return sock.getsockname()[1]
 
 
 def request_bytes(path: str, body: Any, *headers: str) -> bytes:

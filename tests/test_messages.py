@@ -53,7 +53,6 @@ def guided(engine: Engine, job: Job) -> Job:
 
 
 def read(messages: Any, tokenizer: Any) -> list[int]:
-    """Prompt of a chat request."""
     config = ServeConfig(target="none", sampling={"temperature": 0.0})  # type: ignore[arg-type]
     job = read_chat(Tokenising(tokenizer), config, ChatRequest(messages=messages))
     return job.prompts[0].ids
@@ -113,10 +112,6 @@ def test_a_role_that_the_template_names() -> None:
     tokenizer = make_tokenizer("byte level", template=template)
     chat = [{"role": "ipython", "content": "x"}]
     assert read(chat, tokenizer) == of_transformers(chat, tokenizer)
-
-
-# --------------------------------------------------------------------------------------------------
-# Log-probabilities
 
 
 def show(tokenizer: Any, tokens: list[int], top: list[int], *, is_chat: bool) -> dict[str, Any]:

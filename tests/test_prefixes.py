@@ -1,6 +1,6 @@
 """The prefix cache: a prompt's caches and text are, bit for bit, what they are without it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -54,29 +54,18 @@ def in_bfloat16(draft: DraftConfig) -> Engine:
     return make_engine(llama, target, draft, own, tree=TREE)
 
 
-ENGINES = {
-    "eagle3 in bfloat16": lambda: in_bfloat16(E3),
-    "deep, int8": lambda: random_engine(DEEP, None, kind="int8"),
-    "no draft": lambda: make_engine(LLAMA, random_target(LLAMA)),
-    "eight devices": lambda: random_engine(POSS, EIGHT),
-    "eight devices, two heads": lambda: random_engine(E3, EIGHT),
-}
-MARKS = {
-    "eagle3 in bfloat16": [pytest.mark.optimised],
-    "deep, int8": [pytest.mark.slow],
-    "eight devices, two heads": [pytest.mark.slow],
-}
+ENGINES = [
+    pytest.param(lambda: in_bfloat16(E3), id="eagle3 in bfloat16", marks=pytest.mark.optimised),
+    pytest.param(lambda: random_engine(DEEP, None, kind="int8"), id="deep", marks=pytest.mark.slow),
+    pytest.param(lambda: make_engine(LLAMA, random_target(LLAMA)), id="no draft"),
+    pytest.param(lambda: random_engine(POSS, EIGHT), id="eight devices"),
+    pytest.param(lambda: random_engine(E3, EIGHT), id="two heads", marks=pytest.mark.slow),
+]
 
 
-# --------------------------------------------------------------------------------------------------
-# Caches
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=MARKS.get(kind, [])) for kind in ENGINES]
-)
-def test_caches_are_those_of_a_prompt_read_whole(kind: str):
-    engine = ENGINES[kind]()
+@pytest.mark.parametrize("make", ENGINES)
+def test_caches_are_those_of_a_prompt_read_whole(make: Callable[[], Engine]):
+    engine = make()
     ours = Slots(engine, sizes=(1,), max_length=300, max_prefix_bytes=MUCH)
     plain = Slots(engine, sizes=(1,), max_length=300)
     assert read(ours, TEXT[:200])[0] == 0
@@ -107,18 +96,9 @@ def test_blocks_of_other_weights_and_rotations_are_not_taken():
 
 
 def test_longer_longropes_share_blocks():
-    factors = (1.0,) * 4
-    rope = RopeConfig(
-        type="longrope",
-        original_max_position_embeddings=150,
-        short_factor=factors,
-        long_factor=factors,
-    )
+    factors = dict.fromkeys(("short_factor", "long_factor"), (1.0,) * 4)
+    rope = RopeConfig(type="longrope", original_max_position_embeddings=150, **factors)
     assert [rope.rotation(length) for length in (100, 150, 151, 170)] == [0, 0, 1, 1]
-
-
-# --------------------------------------------------------------------------------------------------
-# What is kept
 
 
 def names(ids: Sequence[int]) -> list[bytes]:
@@ -173,10 +153,6 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
     assert Slots(engine, sizes=(1,), max_length=300, max_prefix_bytes=MUCH).prefixes.most == 2
 
 
-# --------------------------------------------------------------------------------------------------
-# Texts
-
-
 def make_pair(dtype: Any) -> Engine:
     target, draft = certain_pair(LLAMA, DRAFT, sharpness=1.5, disorder=0.3)
     target, draft = jax.tree.map(lambda leaf: leaf.astype(dtype), (target, draft))
@@ -218,9 +194,8 @@ def test_mixed_requests_have_the_texts_they_have_alone_and_compile_nothing():
             PreparedPrompt(begin + rng.integers(0, 61, 20).tolist(), 20, replace(one, seed=seed))
             for seed, (one, begin) in enumerate(product(SETTINGS[2:5], begins))
         ]
-        choices = [
-            prompts[0]._replace(sampling=SamplingConfig(temperature=1, seed=i)) for i in range(3)
-        ]
+        drawn = [SamplingConfig(temperature=1, seed=i) for i in range(3)]
+        choices = [prompts[0]._replace(sampling=sampling) for sampling in drawn]
         order = [(prompts + choices)[i] for i in rng.permutation(len(prompts) + 3)]
         streams = [scheduler.submit(prompt) for prompt in order]
         for stream in streams[::5]:

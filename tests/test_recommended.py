@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from programs import Runs, copy_model, generate, refusal, write_lines
-from serving import serving
 
 from infer.chat_session import Chat
 from infer.generate import main as generate_main
@@ -15,9 +14,8 @@ from poss_jax import Engine, SamplingConfig
 from poss_jax.bundled import default
 from poss_jax.bundled.default import recommended_sampling
 from poss_jax.checkpoint.record import FORMAT_VERSION
-from poss_jax.config.decoding import ChatConfig, GenerateConfig, SamplingOptions, ServeConfig
+from poss_jax.config.decoding import ChatConfig, SamplingOptions, ServeConfig
 from poss_jax.config.regenerate import RegenerateConfig
-from poss_jax.program.arguments import read_arguments
 from poss_jax.program.options import choose_sampling
 from poss_jax.serving.bodies import CompletionRequest
 from poss_jax.serving.requests import read_completion
@@ -116,16 +114,6 @@ def test_requests_win_over_the_servers_options_and_these_over_the_model(engine: 
     assert shown == (0.0, 0.5, 7)
 
 
-def test_server_answers_as_the_engine_with_the_recommended_settings(engine: Engine) -> None:
-    ids = [1, 70, 71]
-    sampling = SamplingConfig(**FIELDS, seed=5)
-    (expected,) = engine.generate([ids], max_new_tokens=8, sampling=sampling)
-    with serving(engine) as served:
-        body = {"prompt": ids, "max_tokens": 8, "seed": 5, "return_token_ids": True}
-        reply = served.post("/v1/completions", body).json()
-    assert reply["choices"][0]["token_ids"] == expected.output_ids
-
-
 def test_settings_are_shown_at_the_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     choose_sampling(SamplingOptions(top_p=0.5), engine)
@@ -135,13 +123,6 @@ def test_settings_are_shown_at_the_start(engine: Engine, caplog: pytest.LogCaptu
         "sampling: temperature 0.0, top_p 0.5",
         "at temperature 0, top_k changes nothing; give --temperature",
     ]
-
-
-@pytest.mark.parametrize("kind", [GenerateConfig, ChatConfig, ServeConfig])
-def test_help_names_the_models_own_defaults(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        read_arguments(kind, ["--help"], prog="test", doc="x")
-    assert "greedy (default: the model's)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_regenerated_answers_stay_greedy_unless_told() -> None:

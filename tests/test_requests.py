@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ from test_text import byte_level
 
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.engine.prompts import fold_seed
+from poss_jax.serving import app
 from poss_jax.serving.app import add_api, guarded
 from poss_jax.serving.bodies import (
     FOREIGN,
@@ -122,17 +125,11 @@ def test_fields_of_other_engines_are_not_ignored(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("guided_json", {}),
-        ("json_schema", {}),
-        ("guided_json", ""),
-        ("guided_regex", ""),
-        ("guided_choice", []),
-        ("regex", ""),
-        ("grammar", ""),
-        ("stop_regex", ""),
-        ("allowed_token_ids", []),
+        *((name, {}) for name in ("guided_json", "json_schema")),
+        *((name, "") for name in ("guided_json", "guided_regex", "regex", "grammar")),
+        *((name, "") for name in ("stop_regex", "chat_template")),
+        *((name, []) for name in ("guided_choice", "allowed_token_ids")),
         ("thinking_token_budget", 0),
-        ("chat_template", ""),
     ],
 )
 def test_an_empty_value_says_something(name: str, value: Any) -> None:
@@ -150,14 +147,6 @@ def test_no_bias_replaces_the_server_s() -> None:
 def test_fields_of_other_engines_that_change_nothing() -> None:
     for empty in (FOREIGN, dict.fromkeys(FOREIGN), {"bad_words": [], "top_a": 0.0}):
         assert read_completion(engine(), CONFIG, CompletionRequest(prompt=[5], **empty)).prompts
-
-
-def test_how_many_stop_strings_there_may_be() -> None:
-    strings = list("abcdefghijklmnop")
-    body = CompletionRequest(prompt=[5], stop=strings)
-    assert read_completion(engine(), CONFIG, body).stop == strings
-    with pytest.raises(ApiError, match="stop: want at most 16 strings"):
-        read_completion(engine(), CONFIG, CompletionRequest(prompt=[5], stop=[*strings, "q"]))
 
 
 def test_ids_to_text_and_back() -> None:
@@ -186,10 +175,6 @@ def test_ids_that_are_no_tokens() -> None:
     for ids in ([-1], [10_000]):
         with pytest.raises(ApiError, match="tokens: want ids of the vocabulary"):
             read_tokens(engine(), CONFIG, DetokenizeRequest(tokens=ids))
-
-
-# --------------------------------------------------------------------------------------------------
-# Pages of other sites, and the page that lists the endpoints
 
 
 def call(config: ServeConfig, method: str, path: str, *, key: str | None, **headers: str) -> Any:
@@ -222,6 +207,32 @@ def test_pages_of_other_sites(allowed: tuple[str, ...], is_allowed: bool) -> Non
     assert (asked.status_code == 200) == is_allowed
 
 
+@pytest.mark.parametrize(
+    ("name", "allowed", "is_known"),
+    [
+        ("localhost:8000", (), True),
+        ("10.1.2.3", (), True),
+        ("[fd00::1]:80", (), True),
+        ("", (), True),
+        ("poss.example", (), False),
+        ("poss.example", ("poss.example",), True),
+        ("POSS.example:8000", ("poss.Example",), True),
+        ("poss.example.evil", ("poss.example",), False),
+        ("LOCALHOST:8000", (), True),
+        ("evil.example:8000", (), False),
+        ("localhost.evil.example", (), False),
+        ("127.0.0.1.x", (), False),
+        ("poss.example:80:80", ("poss.example",), False),
+        ("evil", ("*",), True),
+    ],
+)
+def test_names_of_a_server(name: str, allowed: tuple[str, ...], is_known: bool) -> None:
+    config = ServeConfig(target="none", allowed_hosts=allowed)
+    reply = call(config, "GET", "/docs", key=None, host=name)
+    assert reply.status_code == (200 if is_known else 403)
+    assert is_known or "localhost" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("origin", ["", "x", "chat.example", "https://", "https://A", "https://a/"])
 def test_origins_that_no_browser_sends(origin: str) -> None:
     with pytest.raises(ValidationError, match="allowed_origins: want"):
@@ -251,3 +262,16 @@ def test_the_list_of_endpoints_needs_no_network() -> None:
     assert "POST /v1/chat/completions" in page.text and "stop_token_ids" in page.text
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "http:" not in page.text and "https:" not in page.text
+
+
+# The chat page: what a model writes is never read as HTML.
+PAGE = (Path(app.__file__).parent / "chat.html").read_text()
+
+
+def test_the_page_never_reads_text_as_html() -> None:
+    ways = r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|DOMParser|document\.write"
+    assert not re.search(ways, PAGE) and "textContent" in PAGE
+
+
+def test_the_page_takes_nothing_from_elsewhere() -> None:
+    assert not re.search(r"https?://|\bsrc=|@import|url\(", PAGE)

@@ -57,10 +57,6 @@ def scores_of(logits, text=None, **given) -> np.ndarray:
     return np.array(out[0])
 
 
-# --------------------------------------------------------------------------------------------------
-# Processors
-
-
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
@@ -83,6 +79,10 @@ def test_filters(given, kept):
     scores = scores_of([logits], **given)
     np.testing.assert_array_equal(np.isfinite(scores[0]).nonzero()[0], kept)
     np.testing.assert_array_equal(scores[0][kept], logits[kept])
+    # A draft's scores are lowered where the filters leave them out.
+    lowered = lower_unlikely(jnp.asarray(logits[None, None]), settings(1, **given), 1.5)
+    want = np.where(np.isin(np.arange(4), kept), logits, logits - 1.5)
+    np.testing.assert_allclose(lowered[0, 0], want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("sharpness", [0.0, 1.0, 30.0])
@@ -119,25 +119,6 @@ def test_a_draw_ends_where_scores_are_no_numbers():
     assert draw(scores, jnp.zeros_like(scores), settings(1, top_p=0.5)).shape == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        ({"top_k": 2}, [1, 3]),
-        ({"top_p": 0.51}, [1, 3]),
-        ({"top_k": 2, "top_p": 0.62}, [1]),
-        ({"min_p": 0.25}, [0, 1, 3]),
-        ({"top_k": 9}, [0, 1, 2, 3]),
-        ({"temperature": 0.0, "top_k": 1}, [0, 1, 2, 3]),
-    ],
-)
-def test_a_draft_lowers_what_the_filters_leave_out(given, kept):
-    logits = np.log(np.float32([0.15, 0.5, 0.05, 0.3]))
-    scores = jnp.asarray(logits[None, None])
-    lowered = np.array(lower_unlikely(scores, settings(1, **given), 1.5))[0, 0]
-    want = np.where(np.isin(np.arange(4), kept), logits, logits - 1.5)
-    np.testing.assert_allclose(lowered, want, rtol=1e-6)
-
-
 def test_scores_are_float32_whatever_the_model_computes_in():
     logits = jnp.asarray([[[1.0, 2.0, 3.0, 4.0]]], jnp.bfloat16)
     scores = process_logits(logits, settings(1, temperature=0.3), text_of([]))
@@ -165,11 +146,7 @@ def test_the_penalty_looks_along_a_nodes_own_path():
     on_path = np.tril(np.ones((3, 3)))
     text = text_of([], on_path, path=(0, 1, 3))
     scores = scores_of(np.ones((3, 4)), text, repetition_penalty=2.0)
-    assert scores.tolist() == [
-        [0.5, 1.0, 1.0, 1.0],
-        [0.5, 0.5, 1.0, 1.0],
-        [0.5, 0.5, 1.0, 0.5],
-    ]
+    assert scores.tolist() == [[0.5, 1.0, 1.0, 1.0], [0.5, 0.5, 1.0, 1.0], [0.5, 0.5, 1.0, 0.5]]
 
 
 def test_stop_tokens_of_short_outputs_are_barred():
@@ -195,12 +172,7 @@ def test_stop_tokens_of_short_outputs_are_barred():
 def test_a_draft_with_its_own_vocabulary_is_processed_alike():
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(1, 2, V)), jnp.float32)
-    text = History(
-        jnp.asarray([[3, 7]]),
-        jnp.ones((1, 2), bool),
-        jnp.asarray([[7, 9]]),
-        jnp.ones((1, 2, 2), bool),
-    )
+    text = text_of([3, 7], np.ones((2, 2)), path=(7, 9))
     given = settings(1, repetition_penalty=1.3, temperature=0.7, bias_ids=[[9, 4]], bias=[[2, -2]])
     vocabulary = jnp.asarray([9, 3, 11, 4])
     whole = shift_logits(logits, given, text, vocab_size=V)
@@ -252,10 +224,6 @@ def test_processors_are_those_of_transformers():
             wanted.append(hf.MinPLogitsWarper(one["min_p"]))
         theirs = wanted(torch.tensor(tokens[row : row + 1]), torch.tensor(logits[row : row + 1]))
         np.testing.assert_allclose(ours[row], theirs[0].numpy(), rtol=2e-6, err_msg=str(one))
-
-
-# --------------------------------------------------------------------------------------------------
-# Noise
 
 
 def noise(seeds, first, num_positions, vocab_size=V, **given) -> np.ndarray:

@@ -173,21 +173,6 @@ def test_an_answer_begins_with_its_space_unless_it_is_a_message(engine: Engine) 
         assert at_stop.text == answer.text
 
 
-def test_stop_tokens_end_a_stream(engine: Engine, answers: dict[str, list[Generation]]) -> None:
-    whole = answers["greedy"][0].output_ids
-    first = {token: whole.index(token) for token in whole}
-    stop = max(first, key=first.__getitem__)
-    before = engine.stop_ids
-    engine.stop_ids = [stop]
-    try:
-        (expected,) = engine.generate(PROMPTS[:1], max_new_tokens=N)
-        chunks, answer = chunks_of(engine, PROMPTS[0])
-    finally:
-        engine.stop_ids = before
-    assert answer == expected and answer.output_ids[-1] == stop
-    assert "".join(chunk.text for chunk in chunks) == engine.tokenizer.decode(whole[: first[stop]])
-
-
 def test_without_tokenizer_there_are_tokens_and_no_text(engine, answers) -> None:
     ids, tokenizer = engine.encode(PROMPTS[0]), engine.tokenizer
     engine.tokenizer = None
@@ -238,7 +223,6 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, dict[str, Any]]:
-    """The program's output and its summary."""
     main([*arguments, "--max-new-tokens", str(N)])
     text, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     return text, json.loads(last) | {"seconds_with_compilation": 0}

@@ -30,7 +30,6 @@ def engine(request: pytest.FixtureRequest) -> Tokenising:
 
 
 def guide_of(engine: Tokenising, **fields: Any) -> GrammarState | None:
-    """The guide of a request, as the server reads it."""
     job = read_completion(engine, ServeConfig(target="none"), CompletionRequest(**fields))
     (prompt,) = guided(engine, job).prompts
     assert prompt.guide is None or isinstance(prompt.guide, GrammarState)
@@ -38,7 +37,6 @@ def guide_of(engine: Tokenising, **fields: Any) -> GrammarState | None:
 
 
 def fits(engine: Tokenising, guide: GrammarState, text: str) -> bool:
-    """Whether a text, all of it, matches."""
     guide = guide.copy()
     try:
         guide.advance([*spell(engine.tokenizer, text), EOS])
@@ -84,66 +82,42 @@ def test_no_grammar(engine: Tokenising) -> None:
         assert guide_of(engine, prompt=[5], **fields) is None
 
 
+JSON = {"response_format": {"type": "json_object"}}
+
+
 @pytest.mark.parametrize(
-    ("param", "message", "fields"),
+    ("message", "constraint", "fields"),
     [
-        ("response_format", "want a type of text", {"response_format": {"type": "xml"}}),
-        ("response_format", "JSON schema in schema", {"response_format": {"type": "json_schema"}}),
-        (
-            "structured_outputs",
-            "want one of them",
-            {"structured_outputs": {"json": {}, "regex": "a", "choice": ["b"]}},
-        ),
-        ("structured_outputs", "want json,", {"structured_outputs": {"choice": [1]}}),
-        ("structured_outputs", "want json,", {"structured_outputs": {"whitespace_pattern": " "}}),
-        ("response_format", "want a type of text", {"response_format": {}}),
-        ("structured_outputs", "want at least one text", {"structured_outputs": {"choice": []}}),
-        ("structured_outputs", "No 'root' rule", {"structured_outputs": {"grammar": ""}}),
-        ("structured_outputs", "other text", {"structured_outputs": {"json": ""}}),
-        ("structured_outputs", "want json,", {"structured_outputs": {"json_object": 0}}),
-        ("structured_outputs", "none empty", {"structured_outputs": {"choice": ["a", ""]}}),
-        ("structured_outputs", "other text", {"structured_outputs": {"json": "[" * 9000}}),
-        ("structured_outputs", "unclosed character class", {"structured_outputs": {"regex": "[a"}}),
-        ("structured_outputs", "can write none", {"structured_outputs": {"regex": r"a[^\s\S]"}}),
-        (
-            "structured_outputs",
-            "can write none",
-            {"structured_outputs": {"grammar": 'start: start "a"'}},
-        ),
-        (
-            "structured_outputs",
-            r"want no control character, got '\\x07'; write \\u0007",
-            {"structured_outputs": {"grammar": 'start: "a\a"'}},
-        ),
-        (
-            "structured_outputs",
-            r"want text, got '\\ud800'",
-            {"structured_outputs": {"regex": "\ud800"}},
-        ),
-        ("structured_outputs", "lexer error", {"structured_outputs": {"grammar": 'start: "'}}),
-        ("structured_outputs", "Unimplemented keys", {"structured_outputs": {"json": {"not": {}}}}),
-        ("structured_outputs", "want at most", {"structured_outputs": {"regex": "a" * 70_000}}),
-        (
-            "structured_outputs",
-            "got both",
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-        ),
-        (
-            "structured_outputs",
-            "ignore_eos",
-            {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
-        ),
-        (
-            "structured_outputs",
-            "satisfy the grammar",
-            {"structured_outputs": {"regex": "a"}, "prompt": [9, 5], "continued_tokens": 1},
-        ),
+        ("want one of them", {"json": {}, "regex": "a", "choice": ["b"]}, {}),
+        ("want json,", {"choice": [1]}, {}),
+        ("want json,", {"whitespace_pattern": " "}, {}),
+        ("want at least one text", {"choice": []}, {}),
+        ("No 'root' rule", {"grammar": ""}, {}),
+        ("other text", {"json": ""}, {}),
+        ("want json,", {"json_object": 0}, {}),
+        ("none empty", {"choice": ["a", ""]}, {}),
+        ("other text", {"json": "[" * 9000}, {}),
+        ("unclosed character class", {"regex": "[a"}, {}),
+        ("can write none", {"regex": r"a[^\s\S]"}, {}),
+        ("can write none", {"grammar": 'start: start "a"'}, {}),
+        (r"no control character, got '\\x07'; write \\u0007", {"grammar": 'start: "a\a"'}, {}),
+        (r"want text, got '\\ud800'", {"regex": "\ud800"}, {}),
+        ("lexer error", {"grammar": 'start: "'}, {}),
+        ("Unimplemented keys", {"json": {"not": {}}}, {}),
+        ("want at most", {"regex": "a" * 70_000}, {}),
+        ("got both", {"regex": "a"}, JSON),
+        ("ignore_eos", {"regex": "a"}, {"ignore_eos": True}),
+        ("satisfy the grammar", {"regex": "a"}, {"prompt": [9, 5], "continued_tokens": 1}),
+        ("want a type of text", None, {"response_format": {"type": "xml"}}),
+        ("want a type of text", None, {"response_format": {}}),
+        ("JSON schema in schema", None, {"response_format": {"type": "json_schema"}}),
     ],
     ids=str,
 )
-def test_what_is_refused(engine: Tokenising, param: str, message: str, fields: Any) -> None:
+def test_what_is_refused(engine: Tokenising, message: str, constraint: Any, fields: Any) -> None:
+    param = "response_format" if constraint is None else "structured_outputs"
     with pytest.raises(ApiError, match=message) as caught:
-        guide_of(engine, **{"prompt": [5]} | fields)
+        guide_of(engine, **{"prompt": [5], "structured_outputs": constraint} | fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert "\n" not in caught.value.message
 

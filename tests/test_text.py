@@ -13,19 +13,8 @@ from poss_jax.config.reading import UserError
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.text import Piece, TextStream, check_stop, decode_behind, find_anchor
 
-WORDS = [
-    "a",
-    "the ",
-    " ",
-    "é",
-    "e\u0301",
-    "中文",
-    "日本",
-    "😀",
-    "👨\u200d👩\u200d👧",
-    "\ufffd",
-    "\n",
-]
+WORDS = ["a", "the ", " ", "é", "e\u0301", "中文", "日本", "😀", "\ufffd", "\n"]
+WORDS += ["👨\u200d👩\u200d👧"]
 SPECIAL = ["<s>", "</s>"]
 
 
@@ -107,15 +96,8 @@ def test_spaces_stay_where_a_tokenizer_says_to_clean_them_up(tmp_path: Path) -> 
     for text in ("x != y and a . b", "it 's , don 't ! I 'm", "f ( a , b ) ."):
         tokens = spell(BYTE_LEVEL, text)
         assert decode(tokenizer, tokens) == backend.decode(tokens) == text
-        assert (
-            "".join(shown(tokenizer, tokens)[0]) == decode_behind(tokenizer, None, tokens) == text
-        )
-
-
-def test_spelling_of_the_tests_own_helpers() -> None:
-    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
-        for text in WORDS:
-            assert decode(tokenizer, spell(tokenizer, "x" + text)) == "x" + text
+        assert decode_behind(tokenizer, None, tokens) == text
+        assert "".join(shown(tokenizer, tokens)[0]) == text
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["level", "fallback"])
@@ -139,25 +121,27 @@ def test_all_parts_make_the_whole_text(tokenizer: PreTrainedTokenizerFast) -> No
     assert 50 < broken < 350
 
 
-def test_long_runs_of_broken_bytes_are_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, letters = random.Random(1), BYTES[id(BYTE_LEVEL)]
-    num_decoded: list[int] = []
-    original = PreTrainedTokenizerFast.decode
+def shown_and_counted(tokens: list[int]) -> tuple[str, list[int]]:
+    """The text, and how many tokens were decoded each time."""
+    num_decoded, original = list[int](), PreTrainedTokenizerFast.decode
 
     def counted(self, ids, **kwargs):
         num_decoded.append(len(ids))
         return original(self, ids, **kwargs)
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerFast, "decode", counted)
+        return "".join(shown(BYTE_LEVEL, tokens)[0]), num_decoded
+
+
+def test_long_runs_of_broken_bytes_are_decoded_in_pieces() -> None:
+    rng, letters = random.Random(1), BYTES[id(BYTE_LEVEL)]
     ranges = [(0x80, 0xBF), (0x80, 0xFF), (0xC2, 0xF4), (0x60, 0xFF)] * 5
     runs = [[letters[rng.randint(*ends)] for _ in range(300)] for ends in ranges]
     runs += [[letters[byte] for byte in cut] * 100 for cut in (b"\xf0\x90\x80", b"\xf0\x90")]
     for tokens in runs:
-        num_decoded.clear()
-        text = decode(BYTE_LEVEL, tokens)
-        with monkeypatch.context() as patch:
-            patch.setattr(PreTrainedTokenizerFast, "decode", counted)
-            parts, _ = shown(BYTE_LEVEL, tokens)
-        assert "".join(parts) == text
+        text, num_decoded = shown_and_counted(tokens)
+        assert text == decode(BYTE_LEVEL, tokens)
         assert sum(num_decoded) < 60 * len(tokens)
 
 
@@ -198,17 +182,9 @@ def test_pieces_carry_the_mark_of_the_token_that_completed_them() -> None:
     assert stream.finish() == [Piece("\ufffd", 1)]
 
 
-def test_long_texts_are_decoded_in_short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
-    original = PreTrainedTokenizerFast.decode
-
-    def counted(self, ids, **options):
-        lengths.append(len(ids))
-        return original(self, ids, **options)
-
-    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", counted)
-    shown(BYTE_LEVEL, spell(BYTE_LEVEL, "def area(width): return 中 " * 20))
-    assert max(lengths) <= 5
+def test_long_texts_are_decoded_in_short_stretches() -> None:
+    _, num_decoded = shown_and_counted(spell(BYTE_LEVEL, "def area(width): return 中 " * 20))
+    assert max(num_decoded) <= 5
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,11 +320,9 @@ def test_stop_strings_that_do_not_occur_change_no_text():
             stop = "".join(rng.choices([*SPECIAL, "a", "b", " "], k=rng.randrange(1, 4)))
             anchor = rng.choice([None, others[-1]])
             parts, stream = shown(tokenizer, tokens, (stop,), anchor)
-            whole = "".join(shown(tokenizer, tokens, (), anchor)[0])
+            whole, begin = "".join(shown(tokenizer, tokens, (), anchor)[0]), "".join(parts)
             num_stopped += stream.is_stopped
-            assert (
-                whole.startswith("".join(parts)) if stream.is_stopped else "".join(parts) == whole
-            )
+            assert whole.startswith(begin) if stream.is_stopped else begin == whole
     assert 100 < num_stopped < 500
 
 

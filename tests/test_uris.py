@@ -73,7 +73,6 @@ def uri_config(uploaded: str, output: str, folder: Path, values: Any, **changes:
 
 
 def assert_same_run(uri: str, local: Path, runs: Runs) -> None:
-    """Bit for bit: metrics and weights."""
     assert metrics(epath.Path(uri)) == metrics(local)
     target = runs.model("target")
     for got, want in zip(weights(epath.Path(uri), target), weights(local, target), strict=True):
@@ -257,15 +256,6 @@ def test_target_trained_at_a_uri(runs, uploaded, tmp_path, capsys):
         main(["--config", config, "seed=1"])
     message = refusal(main, "--config", config, "output=gs://runs", "seed=1")
     assert "not a training run" in message
-
-
-@pytest.mark.slow
-def test_target_continued_at_a_uri(uploaded, tmp_path):
-    start = f"{uploaded}/target/model"
-    config = uri_config(uploaded, "gs://runs/continued", tmp_path, TARGET)
-    main(["--config", config, f"init_target={start}", "num_tokens=64", "seed=1"])
-    trained, before = read_record("gs://runs/continued/model"), read_record(start)
-    assert trained.tokenizer_sha256 == before.tokenizer_sha256
 
 
 def test_overwritten_run_starts_anew(uploaded, objects, tmp_path):

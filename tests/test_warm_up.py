@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import test_grammar
-from test_scheduler import SETTINGS, alone, draw_engine, wait_until
+from serving import until
+from test_scheduler import SETTINGS, alone, draw_engine
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.answers import Generation
@@ -74,13 +75,13 @@ def answer_of(stream: Ticket) -> Generation:
 
 def until_sizes(scheduler: Scheduler, gate: Gate, sizes: tuple[int, ...]) -> None:
     """Compiles until the batch may have these sizes."""
-    wait_until(lambda: scheduler.compilation is not None)
+    until(lambda: scheduler.compilation is not None)
     warm = scheduler.compilation
     assert warm is not None
     while warm.sizes != sizes:
         num_done = len(warm._done)
         gate.open(1)
-        wait_until(lambda before=num_done: len(warm._done) > before or scheduler.error)
+        until(lambda before=num_done: len(warm._done) > before or scheduler.error)
         assert scheduler.error is None
 
 
@@ -215,18 +216,3 @@ def test_nothing_is_compiled_again(engine: Engine, monkeypatch: pytest.MonkeyPat
     next(iter(warm))
     assert (ran, warm.is_done) == ([0], False)
     assert (len([*warm]), len([*warm]), ran, warm.is_done) == (2, 0, [0, 1, 2], True)
-
-
-def test_the_order_of_use(engine: Engine) -> None:
-    slots = Slots(engine, sizes=(1, 4), max_length=300, max_logprobs=3)
-    small, none = engine.trees[1], None
-    assert slots.round_kinds(1) == [
-        RoundKind(small, True, False),
-        RoundKind(small, False, False),
-        RoundKind(small, True, True),
-    ]
-    assert [one.tree for one in slots.round_kinds(4)] == [small, none] * 3
-    draftless = [RoundKind(none, sampled, is_draftless=True) for sampled in (True, False)]
-    assert slots.rare_kinds(1) == draftless and slots.rare_kinds(4) == []
-    slots = Slots(engine, sizes=(1, 3, 4), max_length=300)
-    assert [one.tree for one in slots.round_kinds(4)] == [none] * 2  # 4 texts and more
