@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from errno import ENOSPC
@@ -142,18 +141,3 @@ def test_file_that_cannot_grow(tmp_path, source, blocks):
     limited = f"ulimit -f {blocks} && exec {command(source, tmp_path / 'made')}"
     assert_no_room(["sh", "-c", limited], tmp_path / "made", "File too large")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_full_disk(tmp_path, source):
-    """A small separate file system, if mounting is allowed."""
-    mount = f"mount -t tmpfs -o size=128k none {tmp_path}"
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode
-    ):
-        pytest.skip("mounting a file system is not allowed here")
-    convert = command(source, tmp_path / "made")
-    script = f"{mount} && {convert}; code=$?; find {tmp_path} -mindepth 1; exit $code"
-    in_its_own = ["unshare", "-rm", "sh", "-c", script]
-    printed = assert_no_room(in_its_own, tmp_path / "made", "No space left on device")
-    assert str(tmp_path) not in printed

@@ -30,10 +30,6 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [call("Rome")]}
 RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "sunny"}
 
 
-# --------------------------------------------------------------------------------------------------
-# Records
-
-
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
 def test_tools_stand_beside_a_chat(tools):
     document, why = read_document({"messages": [USER, ANSWER], "tools": tools}, "chat")
@@ -122,10 +118,6 @@ def test_questions_end_before_tools():
     assert refused == Broken("tools with a question")
 
 
-# --------------------------------------------------------------------------------------------------
-# Written chats
-
-
 def written(*turns: str) -> str:
     """A chat as the template `phi-3` writes it."""
     roles = ["user", "assistant"] * len(turns)
@@ -195,10 +187,6 @@ def test_a_stop_token_that_is_not_special():
     assert isinstance(ChatTemplate(tokenizer, None).render(chat), list)
     refused = ChatTemplate(tokenizer, None, stop_ids=[stop, 10**6]).render(chat)
     assert refused == Broken("a special token is spelled out", "<stop>")
-
-
-# --------------------------------------------------------------------------------------------------
-# Rows of a run
 
 
 def rows_of(folder: Path, name: str, records: list[Any], **settings: Any) -> Prepared:

@@ -54,6 +54,21 @@ def plain(predictions, head, features, mask, top_k):
     return 0.7 * terms[0] + 0.3 * terms[1] + 1.3 * terms[2], terms
 
 
+def restricted(predictions, own, objective, vocabulary, *, has_own_head):
+    """Losses and targets over some ids, with the target's rows or a head of the draft's own."""
+    targets = describe_targets(
+        HEAD,
+        FEATURES,
+        objective,
+        chunk=4,
+        vocabulary=vocabulary,
+        draft_head=own if has_own_head else None,
+    )
+    head = own if has_own_head else HEAD if vocabulary is None else HEAD[vocabulary]
+    count, trains = MASK.sum(dtype=jnp.float32), {"chunk": 4, "trains_head": has_own_head}
+    return draft_losses(head, predictions, targets, MASK, count, objective, **trains), targets
+
+
 @pytest.mark.parametrize("has_own_head", [False, True])
 def test_losses_restricted_to_a_vocabulary(has_own_head):
     """Targets are renormalised; rows whose best token is unknown count in the feature term only."""
@@ -61,15 +76,8 @@ def test_losses_restricted_to_a_vocabulary(has_own_head):
     objective = ObjectiveConfig(**WEIGHTS, top_k=3)
     own = draw(len(ids), D, seed=5)
 
-    def restricted(predictions, own):
-        draft_head = own if has_own_head else None
-        targets = describe_targets(
-            HEAD, FEATURES, objective, chunk=4, vocabulary=ids, draft_head=draft_head
-        )
-        count, head = MASK.sum(dtype=jnp.float32), own if has_own_head else HEAD[ids]
-        losses = draft_losses(
-            head, predictions, targets, MASK, count, objective, chunk=4, trains_head=has_own_head
-        )
+    def ours(predictions, own):
+        losses, targets = restricted(predictions, own, objective, ids, has_own_head=has_own_head)
         return losses.total, targets
 
     def naive(predictions, own):
@@ -89,7 +97,7 @@ def test_losses_restricted_to_a_vocabulary(has_own_head):
     with jax.numpy_dtype_promotion("standard"):
         got, want = (
             jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(PREDICTIONS, own)
-            for run in (restricted, naive)
+            for run in (ours, naive)
         )
     targets = got[0][1]
     np.testing.assert_array_equal(targets.tokens, want[0][1])
@@ -125,14 +133,7 @@ def test_lk_losses_and_their_gradient(lk, has_own_head, ids):
     own = draw(len(of_target), D, seed=5)
 
     def ours(predictions, own):
-        draft_head = own if has_own_head else None
-        targets = describe_targets(
-            HEAD, FEATURES, objective, chunk=4, vocabulary=vocabulary, draft_head=draft_head
-        )
-        head, count = own if has_own_head else of_target, MASK.sum(dtype=jnp.float32)
-        losses = draft_losses(
-            head, predictions, targets, MASK, count, objective, chunk=4, trains_head=has_own_head
-        )
+        losses, _ = restricted(predictions, own, objective, vocabulary, has_own_head=has_own_head)
         return losses.total, losses.lk
 
     def plain(predictions, own, head, features, mask):
@@ -236,9 +237,7 @@ def test_gradients_of_a_trained_head_are_summed_in_its_own_dtype():
 def test_most_likely_tokens():
     want = np.argmax(np.asarray(FEATURES, float) @ np.asarray(HEAD, float).T, axis=-1)
     np.testing.assert_array_equal(most_likely_tokens(HEAD, FEATURES, 5), want)
-    narrow = FEATURES.astype(
-        jnp.bfloat16
-    )  # as pre-training in bfloat16 validates: the head is wide
+    narrow = FEATURES.astype(jnp.bfloat16)  # as pre-training validates: the head is wide
     agreement = most_likely_tokens(HEAD, narrow, 5) == want
     assert agreement.mean() > 0.8
     targets = describe_targets(HEAD, FEATURES, ObjectiveConfig(), chunk=5)

@@ -3,25 +3,17 @@
 from pathlib import Path
 
 import pytest
+from models import tiny_llama
 
 from benchmarks.study import StudyConfig
 from poss_jax.config.bench import AheadConfig, BenchConfig
-from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import load_config, read_yaml
 from poss_jax.config.training import OptimizerConfig, TrainConfig
 from poss_jax.model.families import method_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
-LAYER = LlamaConfig(
-    vocab_size=4,
-    hidden_size=4,
-    intermediate_size=4,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=4,
-)
 DEPTHS = {  # published
     "llama3-8b-instruct": {"eagle": 1, "hass": 3, "poss1": 7, "poss2": 8, "poss3": 12},
     "llama2-13b-chat": {"eagle": 1, "hass": 3, "poss1": 6, "poss2": 6, "poss3": 6},
@@ -51,7 +43,7 @@ def test_recipe_is_the_published_method(folder, name):
     run = load_config(TrainConfig, path)
     depth = DEPTHS[folder][name]
     spans = run.specialists.positions_per_specialist
-    draft = DraftConfig(layer=LAYER, positions_per_specialist=spans, trained_depth=depth)
+    draft = DraftConfig(layer=tiny_llama(), positions_per_specialist=spans, trained_depth=depth)
     assert run.specialists.depth == depth
     assert method_of(draft) == {"eagle": "eagle2"}.get(name, name)
     assert sum(spans) == (depth if name.startswith("poss") else 1)

@@ -13,8 +13,8 @@ from poss_jax.data.records import read_records
 from poss_jax.data.sources import Documents, load_documents
 
 
-def load(path: Path, **settings: Any) -> Documents:
-    return load_documents(DataConfig(source=str(path), **settings))
+def load(source: Path | str, **settings: Any) -> Documents:
+    return load_documents(DataConfig(source=str(source), **{"validation_fraction": 0.5} | settings))
 
 
 TEXTS = [json.dumps({"text": f"text {n}"}) for n in range(8)]
@@ -41,15 +41,15 @@ def test_broken_lines_are_counted_and_named(tmp_path: Path, junk: bytes, reason:
     path = tmp_path / "texts.jsonl"
     lines = [text.encode() for text in TEXTS]
     path.write_bytes(b"\n".join([lines[0], junk, b"", *lines[1:], junk]))
-    found = load(path, validation_fraction=0.5)
+    found = load(path)
     assert sorted(found.train + found.validation) == [f"text {n}" for n in range(8)]
     assert found.tally.records == 10 and found.tally.dropped == {reason: 2}
     assert found.tally.first_dropped[0].startswith(f"{path}:2: {reason}")
     with pytest.raises(UserError, match=rf"2 of 10 records .*{reason} 2; first .*texts.jsonl:2: "):
-        load(path, validation_fraction=0.5, max_dropped=0.1)
+        load(path, max_dropped=0.1)
     path.write_bytes(b"junk\n" + junk)
     with pytest.raises(UserError, match=r"2 of 2 records cannot be used") as caught:
-        load(path, validation_fraction=0.5)
+        load(path)
     assert "\n" not in str(caught.value)
 
 
@@ -57,7 +57,7 @@ def test_ten_megabyte_lines_are_read(tmp_path: Path) -> None:
     texts = [str(n) * 10_000_000 for n in range(2)]
     path = tmp_path / "long.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    found = load(path, validation_fraction=0.5, max_documents=2)
+    found = load(path, max_documents=2)
     assert sorted(found.train + found.validation) == texts
 
 
@@ -128,8 +128,35 @@ def test_a_glob_may_match_files_of_several_kinds(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("a text file")
     (tmp_path / "folder.json").mkdir()
     read = read_records(DataConfig(source=str(tmp_path / "*.*")))
-    assert [record for _, record in read] == [
-        {"text": "text 0"},
-        {"text": "text 1"},
-        {"text": "a text file"},
-    ]
+    texts = [record["text"] for _, record in read]
+    assert texts == ["text 0", "text 1", "a text file"]
+
+
+def all_of(documents: Documents) -> list[Any]:
+    return documents.train + documents.validation
+
+
+def test_the_folder_of_speculators(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [n, 2, 3], "loss_mask": [0, 1, 1], "seq_len": 3} for n in range(20)]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "saved")
+    found = all_of(load(tmp_path / "saved"))
+    assert sorted(one.ids.tolist() for one in found) == [[n, 2, 3] for n in range(20)]
+    parts = datasets.DatasetDict({"train": saved, "test": saved.select(range(12))})
+    parts.save_to_disk(tmp_path / "parts")
+    assert len(all_of(load(tmp_path / "parts", split="test"))) == 12
+    with pytest.raises(UserError, match=r"with data.split 'other', if it has several"):
+        load(tmp_path / "parts", split="other")
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("ge_data/**/data_*.ckpt", "give the texts or tokens that they were made of"),
+        ("prepared/hidden_states/hs_*.safetensors", "lack the target's last norm; give the folder"),
+    ],
+)
+def test_what_peers_prepared_and_no_run_can_use(source: str, error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        load(source)

@@ -215,19 +215,6 @@ def test_answers_made_otherwise_are_left_alone(tmp_path):
     assert write(path, 0).num_done == 4
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_start_that_was_killed_is_no_obstacle(tmp_path, overwrite):
-    path = tmp_path / "out.jsonl"
-    (tmp_path / "wanted").mkdir()
-    write(tmp_path / "wanted" / path.name)
-    for name in ("out.jsonl", "out.failed.jsonl"):  # all that was written by then
-        (tmp_path / name).write_bytes(b"")
-        write(path, overwrite=overwrite)
-        for file in (tmp_path / "wanted").iterdir():
-            assert (tmp_path / file.name).read_bytes() == file.read_bytes()
-            (tmp_path / file.name).unlink()
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"null", b"\xff", b"[" * 10**5])
 def test_damaged_note_of_what_answers_were_made_from(tmp_path, content):
     write(tmp_path / "out.jsonl")
@@ -239,9 +226,7 @@ def test_damaged_note_of_what_answers_were_made_from(tmp_path, content):
 @pytest.mark.parametrize(
     "line",
     [
-        "x",
-        "[]",
-        "{}",
+        *("x", "[]", "{}"),
         '{"index": "6", "messages": []}',
         '{"index": 6}',
         '{"index": 6, "messages": [], "reason": "bad"}',
@@ -340,15 +325,47 @@ def test_what_is_read_is_not_overwritten(tmp_path, output, source, overwrite):
     assert contents(tmp_path) == before
 
 
-def test_bad_arguments(runs, tmp_path):
-    def refused(*arguments: str) -> str:
-        return refusal(lambda given: run(runs, tmp_path, *given), *arguments)
+LOCAL = "--target {target} --source {asked}"
+SERVER = "--server http://127.0.0.1:9/v1 --source {asked}"
 
-    assert "want null (the tokenizer's own)" in refused("--template", "vicuna")
-    assert "no such file" in refused("--source", str(tmp_path / "missing.jsonl"))
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (f"{LOCAL} --template vicuna", "want null (the tokenizer's own)"),
+        (f"{LOCAL} --temperature -1", "temperature"),
+        (f"{LOCAL} --model m", "--model: applies only to a server"),
+        (f"{LOCAL} --concurrency 4", "--concurrency: applies only to a server"),
+        (f"{LOCAL} --self-prompt-turns 2", "--self-prompt-turns: applies only to turns"),
+        (f"{LOCAL} --source-share 0.5", "--source-share: applies only to turns that"),
+        (f"{LOCAL} --self-prompt 3", "source_share: want it above 0 with a data.source"),
+        ("--target {target} --source missing.jsonl", "no such file"),
+        ("--target {target} --source {nothing}", "want chats or questions, got none in 1 records"),
+        ("--target {target} --self-prompt 3 --source-share 0.5", "--source-share: want it above 0"),
+        ("--target {target}", "or self_prompt, to let the target write questions"),
+        ("--source s.jsonl", "want a target (--target DIR), or a server (--server URL)"),
+        (f"{SERVER} --draft d", "--draft: applies only to a local target; leave it or server out"),
+        (f"{SERVER} --tree-depth 3", "tree: applies only to a local target"),
+        (f"{SERVER} --lookup 3", "--lookup: applies only to a local target"),
+        (f"{SERVER} --batch-size 4", "--batch-size: applies only to a local target"),
+        (f"{SERVER} --max-length 99", "--max-length: applies only to a local target"),
+        (f"{SERVER} --quantise int8", "--quantise: applies only to a local target"),
+        (f"{SERVER} --template llama3", "--template: the server has its own"),
+        (f"{SERVER} --target nowhere", "nowhere"),
+        ("--server localhost:8000 --source x", "want such as http://localhost:8000/v1, got '"),
+        ("--server file:///v1 --source x", "server: want such as http://"),
+        ("--server http://a:b/v1 --source x", "Port could not be cast"),
+        ("--server http://a..b/v1 --source x", "label"),
+        ("--server http://[::1/v1 --source x", "Invalid IPv6 URL"),
+        ("--server http://a/v1?key=1 --source x", "server: want such as http://"),
+    ],
+)
+def test_bad_arguments(runs, tmp_path, arguments, error):
+    """Of a run with a local target, of its own questions, and with a server, which is not asked."""
+    asked = write_lines(tmp_path / "asked.jsonl", {"prompt": "a"})
     nothing = write_lines(tmp_path / "nothing.jsonl", {"text": "a"})
-    assert "want chats or questions, got none in 1 records" in refused("--source", nothing)
-    assert "temperature" in refused("--temperature", "-1")
+    words = arguments.format(target=runs.model("target"), asked=asked, nothing=nothing).split()
+    assert error in refusal(main, *words, "--output", str(tmp_path / "out.jsonl"))
     assert {path.name for path in tmp_path.iterdir()} == {"asked.jsonl", "nothing.jsonl"}
 
 

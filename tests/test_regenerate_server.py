@@ -271,39 +271,6 @@ def test_an_interrupted_run_goes_on(chat, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ("--draft d", "--draft: applies only to a local target; leave it or server out"),
-        ("--tree-depth 3", "tree: applies only to a local target"),
-        ("--lookup 3", "--lookup: applies only to a local target"),
-        ("--batch-size 4", "--batch-size: applies only to a local target"),
-        ("--max-length 99", "--max-length: applies only to a local target"),
-        ("--quantise int8", "--quantise: applies only to a local target"),
-        ("--template llama3", "--template: the server has its own"),
-        ("--server localhost:8000", "server: want such as http://localhost:8000/v1, got 'localho"),
-        ("--server file:///v1", "server: want such as http://"),
-        ("--server http://a:b/v1", "Port could not be cast"),
-        ("--server http://a..b/v1", "label"),
-        ("--server http://[::1/v1", "Invalid IPv6 URL"),
-        ("--server http://a/v1?key=1", "server: want such as http://"),
-        ("--target nowhere", "nowhere"),
-        ("--source nowhere.jsonl", "no such file"),
-    ],
-)
-def test_bad_arguments(chat, tmp_path, arguments, error):
-    assert error in refusal(lambda given: run(chat, tmp_path, *given), *arguments.split())
-    assert [path.name for path in tmp_path.iterdir()] == ["asked.jsonl"] and not chat.bodies
-
-
-def test_keys_that_want_a_server(tmp_path):
-    given = ["--source", "s.jsonl", "--output", str(tmp_path / "out.jsonl")]
-    assert "want a target (--target DIR), or a server (--server URL)" in refusal(main, *given)
-    given += ["--target", "t"]
-    assert "--model: applies only to a server" in refusal(main, *given, "--model", "m")
-    assert "--concurrency: applies only to a server" in refusal(main, *given, "--concurrency", "4")
-
-
-@pytest.mark.parametrize(
     ("models", "error"),
     [
         ((401, {"error": {"message": "no key"}}), "got status 401: no key; check --server"),

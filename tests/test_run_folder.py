@@ -113,10 +113,7 @@ def test_same_config_continues_in_place(tmp_path: Path) -> None:
         ({"seed": 1, "batch_size": 4}, r"\(batch_size: saved 8, asked 4\)"),
         ({"optimizer": {"b1": 0.5}, "seed": 1}, r"\(optimizer\.b1: saved 0\.9, asked 0\.5\)"),
         ({"model": MODEL | {"head_dim": 4}}, r"\(model\.head_dim: saved 2, asked 4\)"),
-        (
-            {"data": {"system_prompt": "x" * 9000}},
-            r"\(data\.system_prompt: saved None, asked 'x+\.\.\.x+'\)",
-        ),
+        ({"data": {"system_prompt": "x" * 9000}}, r"\(data\.system_prompt: .*'x+\.\.\.x+'\)"),
     ],
 )
 def test_other_config_names_the_first_difference(tmp_path, changes, named) -> None:
@@ -202,23 +199,6 @@ def test_run_does_not_overwrite_the_model_it_starts_from(tmp_path: Path, key: st
     assert files(tmp_path) == before
 
 
-def test_restores_the_last_saved_state(tmp_path: Path) -> None:
-    start(config_for(tmp_path / "a"))
-    folder = RunFolder(config_for(tmp_path / "a"))
-    assert int(folder.restore(state_at(0)).step) == 0
-    for step in (1, 2, 3):
-        folder.save(step, state_at(step), score=None, loss_level=None)
-    folder.close()
-
-    folder = RunFolder(config_for(tmp_path / "a"))
-    restored = folder.restore(state_at(0))
-    folder.close()
-    assert (int(restored.step), float(restored.opt_state[0])) == (3, 3.0)
-    assert restored.params["weight"].tolist() == [[0, 3, 6], [9, 12, 15]]
-    checkpoints = (tmp_path / "a" / "checkpoints").iterdir()
-    assert sorted(path.name for path in checkpoints) == ["2", "3"]
-
-
 @pytest.mark.parametrize(
     ("scores", "kept", "best"),
     [
@@ -248,14 +228,14 @@ def test_keeps_the_newest_and_the_best(tmp_path, scores, kept, best, resumed_aft
     assert sorted(int(path.name) for path in (tmp_path / "a" / "checkpoints").iterdir()) == kept
 
 
+FULL = "No space left on device"
+
+
 @pytest.mark.parametrize(
     ("raised", "reason"),
     [
-        (
-            ValueError("Error writing [source locations='os_error_code='28' ..."),
-            "No space left on device; make room there",
-        ),
-        (OSError(28, "No space left on device"), "No space left on device; make room there"),
+        (ValueError("Error writing [.. os_error_code='28' ..."), f"{FULL}; make room there"),
+        (OSError(28, FULL), f"{FULL}; make room there"),
         (FileNotFoundError(2, "No such file"), "No such file or directory; mend that"),
         (ValueError("Something\n  else"), "Something else; mend that"),
     ],
@@ -276,42 +256,6 @@ def test_failed_save_is_one_line(tmp_path, monkeypatch, when, raised, reason) ->
     }
     with pytest.raises(UserError, match=rf"cannot save to .*checkpoints: {reason}, and the same"):
         act[when]()
-
-
-def test_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
-    start(config_for(tmp_path / "a"))
-    folder = RunFolder(config_for(tmp_path / "a"))
-    folder.save(1, state_at(1), score=None, loss_level=None)
-    folder.close()
-    (tmp_path / "a" / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir()
-    folder = RunFolder(config_for(tmp_path / "a"))
-    assert int(folder.restore(state_at(0)).step) == 1
-    folder.save(2, state_at(2), score=None, loss_level=None)
-    folder.close()
-    checkpoints = (tmp_path / "a" / "checkpoints").iterdir()
-    assert sorted(path.name for path in checkpoints) == ["1", "2"]
-
-
-def test_restore_drops_metrics_that_come_again(tmp_path: Path) -> None:
-    start(config_for(tmp_path / "a"))
-    folder = RunFolder(config_for(tmp_path / "a"))
-    for step in (1, 2, 3):
-        folder.log({"step": step, "loss": 0.5})
-    folder.save(2, state_at(2), score=None, loss_level=None)
-    folder.close()
-    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')  # the process died while writing
-
-    folder = RunFolder(config_for(tmp_path / "a"))
-    folder.restore(state_at(0))
-    folder.log({"step": 3, "loss": 0.25})
-    folder.close()
-    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [
-        {"step": 1, "loss": 0.5},
-        {"step": 2, "loss": 0.5},
-        {"step": 3, "loss": 0.25},
-    ]
 
 
 def saved_run(folder: Path, scores: list[float | None]) -> Path:

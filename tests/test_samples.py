@@ -71,8 +71,3 @@ def test_places_are_spread_over_what_is_trained(trained: str, rows: list[int]) -
     out = format_samples(stage(text, "1" * 12, 1), predictions(text, trained, text, text), 1)
     lines = out.splitlines()[6:]
     assert [line.split(" ")[2] for line in lines] == [text[: row + 1] for row in rows]
-
-
-def test_no_samples_asked_for() -> None:
-    shown = predictions("ab", "xx", "ab")
-    assert "Row" not in format_samples(stage("ab", "11", 1), shown, num_samples=0)
