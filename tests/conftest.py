@@ -14,11 +14,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     isolate()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        QUICK_COMPILATION,
-    ]
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", QUICK_COMPILATION]
 )
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 from convert_sources import TINY, target_tensors, write_source
-from models import IDENTITY
+from models import IDENTITY, tiny_llama
 
 from poss_jax.checkpoint.record import new_record
-from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
+from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.hf import parse_llama_config
@@ -20,29 +20,23 @@ def parse(values, generation=None):
     return parse_llama_config(TINY | values, generation or {}, origin="config")
 
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 LLAMA3_ROPE = RopeConfig(type="llama3", theta=5e5, **LLAMA3)
 DYNAMIC_ROPE = RopeConfig(type="dynamic", factor=2.0, original_max_position_embeddings=64)
 YARN = {"type": "yarn", "factor": 4.0}
 YARN_ROPE = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=64)
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2, 40.5]}
 LONG = {"original_max_position_embeddings": 32, "max_position_embeddings": 64}
-LONGROPE_ROPE = RopeConfig(
-    type="longrope",
-    factor=2.0,
-    original_max_position_embeddings=32,
-    short_factor=(1.0, 1.5),
-    long_factor=(2.0, 40.5),
-)
+TRAINED = "original_max_position_embeddings"
+FACTORS = {"short_factor": (1.0, 1.5), "long_factor": (2.0, 40.5)}
+LONGROPE_ROPE = RopeConfig(type="longrope", factor=2.0, **{TRAINED: 32}, **FACTORS)
 
 
 LLAMA3_TYPED = {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3
 LLAMA3_OLD = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3"} | LLAMA3}
+LINEAR_ROPE = RopeConfig(type="linear", factor=4)
+LENGTHENED = replace(LONGROPE_ROPE, attention_factor=1.5)
 YARN_OF_32 = replace(YARN_ROPE, original_max_position_embeddings=32)
 
 
@@ -60,10 +54,7 @@ def scaled(*settings, **values):
         ({}, RopeConfig(theta=1e4)),
         ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(theta=5e5)),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, RopeConfig(theta=5e5)),
-        (
-            scaled({"type": "linear", "rope_type": "linear", "factor": 4}),
-            RopeConfig(type="linear", factor=4),
-        ),
+        (scaled({"type": "linear", "rope_type": "linear", "factor": 4}), LINEAR_ROPE),
         (scaled({"type": "dynamic", "factor": 2.0}), DYNAMIC_ROPE),
         (LLAMA3_OLD, LLAMA3_ROPE),
         ({"rope_parameters": LLAMA3_TYPED}, LLAMA3_ROPE),
@@ -78,10 +69,7 @@ def scaled(*settings, **values):
         (scaled(LONGROPE, **LONG), LONGROPE_ROPE),
         (scaled(LONGROPE, {"type": "su"}, **LONG), LONGROPE_ROPE),
         (scaled(LONGROPE, {"factor": 2}, **LONG), LONGROPE_ROPE),
-        (
-            scaled(LONGROPE, {"attention_factor": 1.5}, **LONG),
-            replace(LONGROPE_ROPE, attention_factor=1.5),
-        ),
+        (scaled(LONGROPE, {"attention_factor": 1.5}, **LONG), LENGTHENED),
         (LONG | {"rope_parameters": LONGROPE}, LONGROPE_ROPE),
     ],
 )
@@ -113,14 +101,8 @@ def test_rope_spellings(values, want):
         (scaled(LONGROPE, **LONG, head_dim=6), "wants 3 numbers in short_factor"),
         (scaled(LONGROPE, {"factor": 4.0}, **LONG), "longrope with factor 4.0: want"),
         (scaled(LONGROPE, {"original_max_position_embeddings": 16}, **LONG), "as 32 and as"),
-        (
-            scaled(LONGROPE, original_max_position_embeddings="32"),
-            "original_max_position_embeddings: want a count, got '32'",
-        ),
-        (
-            scaled(LONGROPE, original_max_position_embeddings=1),
-            "wants original_max_position_embeddings above 1",
-        ),
+        (scaled(LONGROPE, **{TRAINED: "32"}), f"{TRAINED}: want a count, got '32'"),
+        (scaled(LONGROPE, **{TRAINED: 1}), f"wants {TRAINED} above 1"),
         (scaled(LONGROPE, {"short_factor": [0, 1]}, **LONG), "short_factor.0: Input"),
         ({"max_position_embeddings": True}, "max_position_embeddings: want a count, got True"),
         ({"num_hidden_layers": True}, "num_hidden_layers: want a number, got True"),
@@ -144,15 +126,6 @@ def test_config_refusals(values, message):
     with pytest.raises(UserError, match=message) as caught:
         parse(values)
     assert len(str(caught.value)) < 600
-
-
-def test_config_defaults():
-    values = {key: value for key, value in TINY.items() if key != "num_key_value_heads"}
-    config = parse_llama_config(values, {}, origin="config")
-    assert (config.num_kv_heads, config.head_dim) == (2, 4)
-    assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-6, 2048)
-    assert not (config.tie_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias)
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))  # as transformers
 
 
 @pytest.mark.parametrize(
@@ -288,15 +261,8 @@ def test_other_kinds_of_models_are_refused_by_name(tmp_path, values, message):
 # --------------------------------------------------------------------------------------------------
 # config.json as we write it
 
-LLAMA = LlamaConfig(
-    vocab_size=16,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-)
+SIZES = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "head_dim": 4}
+LLAMA = tiny_llama(**SIZES, num_heads=2, num_kv_heads=1)
 LONGROPE_OF_2048 = replace(LONGROPE_ROPE, factor=64.0)
 _CHANGES = {
     "llama": {},

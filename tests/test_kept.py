@@ -55,7 +55,6 @@ def test_line_that_was_being_written_is_measured_again() -> None:
 
 @pytest.mark.parametrize("changed", ["vocabulary", "trees", "weights", "device", "int8_products"])
 def test_what_decides_results_is_known_by_its_content(changed, monkeypatch) -> None:
-    """Of a resumed measurement as of a benchmark."""
     of_run = {"vocabulary": (1, 2), "trees": {1: None}, "weights": "a"}
     of_run |= {"device": "cpu", "int8_products": "integer"}
 

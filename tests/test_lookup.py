@@ -101,10 +101,6 @@ def test_scores_fall_with_depth_and_rise_with_the_run():
     assert (scores < 0).all()
 
 
-# --------------------------------------------------------------------------------------------------
-# In the tree
-
-
 def draw_candidates(rng: np.random.Generator, config: TreeConfig, vocab_size: int) -> Candidates:
     beam, lists = root_beam(BATCH), []
     for depth in range(config.depth):
@@ -222,9 +218,6 @@ def test_the_longest_runs_need_no_draft(runs, is_done, is_drafted):
         path = tree.tokens[0][tree.depths[0] > 0]
         assert path.tolist() == [7, 7, 7]
 
-
-# --------------------------------------------------------------------------------------------------
-# Decoding
 
 LLAMA = tiny_llama(vocab_size=11, rope=LONGROPE)  # so few tokens that runs come again
 DRAFTS = {

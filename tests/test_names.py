@@ -52,8 +52,3 @@ def test_names_say_what_they_hold() -> None:
 )
 def test_a_bare_word_is_found_wherever_it_is_bound(source: str) -> None:
     assert list(bare_names(source)) == ["_one" if "_one" in source else "one"]
-
-
-@pytest.mark.parametrize("source", ["one_line = 1", "a = one", "a.one = 1", "f(one=1)"])
-def test_other_uses_are_not(source: str) -> None:
-    assert not bare_names(source)

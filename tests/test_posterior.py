@@ -48,7 +48,6 @@ def probabilities_of(case: int) -> np.ndarray:
 
 
 def children_of(case: int, node: int) -> list[int]:
-    """In the order in which they are tried."""
     return np.flatnonzero(ARRAYS[f"{case}/parent"] == node).tolist()
 
 

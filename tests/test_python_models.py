@@ -14,12 +14,9 @@ import pytest
 import poss_jax
 from benchmarks.python_models import main as make_folders
 from benchmarks.python_models import python_model
-from infer.generate import main as generate
 from poss_jax.engine.text import Piece
-from poss_jax.program.running import BRACKETS
 
 ROOT = Path(__file__).parent.parent
-MODELS = {"target": "target", "draft": "poss3"}
 PROMPT = "def read_lines(path):\n"
 TREE = poss_jax.TreeConfig(depth=6, top_k=4, total_tokens=16)  # of the notebook
 
@@ -44,15 +41,6 @@ def test_drafts_are_accepted_and_change_no_text(target: poss_jax.Engine, name: s
     (drafted,) = engine.generate([PROMPT], max_new_tokens=32)
     assert drafted.output_ids == plain.output_ids
     assert drafted.mean_acceptance_length > 1.5
-
-
-def test_generate_marks_drafts(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--max-new-tokens 24 --tree-depth 6 --stream --show-drafts".split()
-    models = [f"--{kind}={python_model(n)}" for kind, n in MODELS.items()]
-    generate([*models, "--prompt", PROMPT, *options])
-    shown, summary = capsys.readouterr().out.rstrip().rsplit("\n", 1)
-    assert BRACKETS[0] in shown
-    assert json.loads(summary)["new_tokens"] == 24
 
 
 def test_the_picture_places_every_piece() -> None:

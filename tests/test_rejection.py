@@ -22,9 +22,6 @@ from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Candidates
 from poss_jax.model.specialists import borrow_from_target
 
-# --------------------------------------------------------------------------------------------------
-# The shape
-
 
 def test_the_drawn_example():
     groups = groups_of(TreeConfig(depth=3, top_k=2, total_tokens=7))
@@ -43,9 +40,6 @@ def test_groups_hold_every_node_once():
         assert len(groups.children[0]) <= top_k
         assert max(groups.rows) <= (depth - 1) * top_k
 
-
-# --------------------------------------------------------------------------------------------------
-# The test of one node's children
 
 NUM_DRAWS, V = 200_000, 6
 UNLIKE = np.float32([0.02, 0.4, 0.08, 0.3, 0.15, 0.05])
@@ -114,9 +108,6 @@ def test_a_rejected_child_leaves_what_the_draft_gives_too_little():
         assert accepted.tolist() == [[wanted]]
     np.testing.assert_allclose(left[0, 0], [1, 0, 0])
 
-
-# --------------------------------------------------------------------------------------------------
-# Trees and texts of models
 
 LLAMA = tiny_llama()
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(2, 2))

@@ -35,16 +35,6 @@ def render(template: Any, *, is_asking: bool = True) -> str:
     return render_chat(make_tokenizer(template), CHAT, is_asking=is_asking)
 
 
-@pytest.mark.parametrize("template", [*BUILT_IN.values(), CHAT_TEMPLATE])
-@pytest.mark.parametrize("is_asking", [True, False])
-def test_texts_are_those_of_transformers(template: str, is_asking: bool) -> None:
-    tokenizer = make_tokenizer(template)
-    chats = [CHAT, CHAT[:1]]
-    assert [render_chat(tokenizer, chat, is_asking=is_asking) for chat in chats] == (
-        tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=is_asking)
-    )
-
-
 @pytest.mark.parametrize(
     ("template", "error"),
     [

@@ -29,9 +29,6 @@ from poss_jax.model.sharding import (
 EVERY_BIAS = tiny_llama(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
 MESH = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 
-# --------------------------------------------------------------------------------------------------
-# The grid
-
 
 @pytest.mark.parametrize(
     ("sizes", "num_devices", "want"),
@@ -76,10 +73,6 @@ def test_every_device_gets_equally_many_rows():
     check_batch_size(8, MESH)
     with pytest.raises(UserError, match=r"batch_size 6 .* = 2 x 2 devices; want a multiple of 4"):
         check_batch_size(6, MESH)
-
-
-# --------------------------------------------------------------------------------------------------
-# The table
 
 
 @pytest.mark.parametrize(
@@ -136,10 +129,6 @@ def test_an_array_is_held_in_parts():
     assert embedding.sharding.shard_shape(embedding.shape) == (32, 16)
     assert gate.sharding.shard_shape(gate.shape) == (2, 24, 16)
     np.testing.assert_array_equal(gate, params["layers"]["mlp"]["gate"]["weight"])
-
-
-# --------------------------------------------------------------------------------------------------
-# The batch
 
 
 def test_batch_is_split_in_a_mesh_only():

@@ -39,7 +39,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Output of a command in a folder, without this checkout."""
     quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"} | quick
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
