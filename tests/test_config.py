@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import jaxtyping
 import pydantic
 import pytest
 from models import tiny_llama
+from shape_checks import check
 
 from poss_jax.config import bench, data, decoding, models, regenerate, training
 from poss_jax.config.bench import AheadConfig, BenchConfig
@@ -17,6 +19,7 @@ from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeCon
 from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config, read_yaml
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.config.training import OptimizerConfig, SpecialistsConfig, TrainConfig
+from poss_jax.shapes import Array, Float
 
 ROPE = RopeConfig(type="llama3", theta=5e5, factor=8.0)
 LAYER = tiny_llama(rope=ROPE, eos_token_ids=(1, 2))
@@ -229,6 +232,17 @@ def test_steps_spend_the_budget():
 def test_annotations_are_checked_while_testing():
     with pytest.raises(jaxtyping.TypeCheckError):
         build_config(TreeConfig, {}, origin=5)
+
+
+def test_sizes_of_a_result_are_those_of_the_parameters():
+    @jaxtyping.jaxtyped(typechecker=check)
+    def pad(row: Float[Array, " T"], width: int) -> Float[Array, " T"]:
+        return jnp.pad(row, (0, width))
+
+    assert pad(jnp.ones(3), 0).shape == (3,)
+    for row, width in [(jnp.ones(3), 1), (jnp.ones((3, 1)), 0), (jnp.ones(3), "0")]:
+        with pytest.raises(jaxtyping.TypeCheckError):
+            pad(row, width)
 
 
 def write(path: Path, text: str) -> Path:
