@@ -18,6 +18,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # else an operation keeps its 100 callers
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # until a test wants otherwise
 
 import jax
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+gc.set_threshold(50_000, 20, 100)  # tracing makes many objects, and nearly none in cycles
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
