@@ -26,6 +26,7 @@ def isolate() -> None:
     for name in [*os.environ]:
         if name.startswith(("HF_", "JAX_", "POSS_", "XDG_")) and name not in KEPT:
             del os.environ[name]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs that tests start find ours compiled
     home = tempfile.mkdtemp(prefix="poss_jax-tests-")
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     os.environ["HOME"] = home
