@@ -16,12 +16,10 @@ from programs import copy_model, refusal
 
 from benchmarks.aot import main
 from benchmarks.aot_programs import (
-    GPUS,
     Compiled,
     Plan,
     compile_program,
     count_kernels,
-    describe_gpu,
     measure,
     plan,
     state_shapes,
@@ -48,9 +46,7 @@ MODEL = tiny_llama(
     max_position_embeddings=1024,
 )
 DEEP = SpecialistsConfig(positions_per_specialist=(1, 2), layers_per_specialist=(3,), depth=3)
-LIMITED = {"draft_tokens": 1024, "batch_size": 8}
-QUANTISED = {"quantise": "int8", "specialists": DEEP}
-ALL = LIMITED | QUANTISED  # one program, tested for all of its changes
+ALL = {"draft_tokens": 1024, "batch_size": 8, "quantise": "int8", "specialists": DEEP}
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
@@ -90,16 +86,7 @@ def test_nothing_sorts_the_vocabulary(name):
     assert not [shape for shape in sorts if f"{V}]" in shape]
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("step", {}),
-        ("round", {}),
-        ("round", ALL),
-        pytest.param("round", LIMITED, marks=pytest.mark.slow),
-        pytest.param("round", QUANTISED, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes"), [("step", {}), ("round", {}), ("round", ALL)])
 def test_no_cache_is_copied(name, changes):
     described = planned(**changes)
     decode = described.decode._replace(draft=None) if name == "step" else described.decode
@@ -161,14 +148,6 @@ ENTRY %main (p: f32[4]) -> f32[] {
     assert count_kernels(text) == {"fusion": 1, "sort": 1, "all-reduce": 1, "reduce": 1}
 
 
-def test_limits_are_data():
-    config = settings()
-    others = [settings(max_new_tokens=limit) for limit in (33, 65)]
-    mesh = make_mesh(config.mesh, jax.devices()[:1])
-    first, *rest = (plan(one, mesh) for one in (config, *others))
-    assert all((one.decode, one.request) == (first.decode, first.request) for one in rest)
-
-
 @pytest.mark.parametrize(
     "path",
     [
@@ -185,15 +164,6 @@ def test_configs_describe_models_that_fit(path):
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in weights)
     embedding = described.weights.target["embed"]["weight"]
     assert described.floor("step").bytes == pytest.approx(held - 2 * embedding.size, rel=0.02)
-
-
-def test_a_gpu_is_described_in_text():
-    for name, facts in GPUS.items():
-        text = describe_gpu(name)
-        assert f'name: "{facts["name"]}"' in text
-        assert f"memory_bandwidth: {facts['memory_bandwidth']}" in text
-        assert "feature_extension: ACCELERATED_FEATURES" in text
-        assert text.count("{") == text.count("}")
 
 
 def test_a_folder_says_how_it_is_quantised_and_what_it_can_propose(tmp_path):
@@ -231,18 +201,8 @@ def test_groups_of_devices_each_read_all_weights():
         (["--gpu", "h100", "target=here"], "want either a model folder (target) or a shape"),
         (["--gpu", "h100", "programs=[sample]"], "programs"),
         (["--topology", "x9:1x1"], "topology x9:1x1: want one of v5e, v5p, v6e, as in v6e:1x1"),
-        (
-            ["--gpu", "h100", "specialists=null", "programs=[round]"],
-            "round and rounds want draft, or specialists",
-        ),
-        (
-            ["--gpu", "h100", "specialists=null", "programs=[step,round]"],
-            "round and rounds want draft, or specialists",
-        ),
-        (
-            ["--gpu", "h100", "specialists=null", "draft_tokens=9"],
-            "draft_tokens=9': wants draft, or specialists",
-        ),
+        (["--gpu", "h100", "specialists=null", "programs=[step,round]"], "round and rounds want"),
+        (["--gpu", "h100", "specialists=null", "draft_tokens=9"], "draft_tokens=9': wants draft,"),
         (["--gpu", "h100", "--output", str(CONFIGS)], "is a folder; choose another place"),
     ],
 )
@@ -275,7 +235,6 @@ def test_models_that_do_not_fit_are_refused(words, message):
         ("step", {}),
         ("round", {}),
         ("round", ALL),
-        *(pytest.param(name, LIMITED, marks=pytest.mark.slow) for name in ("prefill", "step")),
     ],
 )
 def test_what_is_lent_is_counted_once(name, changes):

@@ -46,10 +46,6 @@ def tree(depth: int, top_k: int, total_tokens: int) -> TreeConfig:
     return TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
 
 
-# --------------------------------------------------------------------------------------------------
-# Predictions
-
-
 def test_the_path_of_a_text_is_ranked_among_the_candidates() -> None:
     # level 0: tokens 5, 6; level 1: children of 5: 7, 8, of 6: 7, 9
     step = {
@@ -90,25 +86,6 @@ def test_predicted_rounds_are_those_that_run(runs, tmp_path, monkeypatch) -> Non
         assert recording.lengths == [len(answer.output_ids) for answer in answers]
         total += sum(sum(answer.accepted_per_round) for answer in answers)
     assert total > 20  # otherwise nothing was predicted
-
-
-def test_what_is_kept_takes_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(search, "_TOP_KS", {"cpu": (1, 2)})
-    engine: Any = SimpleNamespace(weights=SimpleNamespace(draft={"head": {"weight": np.ones(9)}}))
-    tuning = Tuning("P", engine, [], [1, 4], Kept("tune", {}))
-    passes, compilations = 2 * (1 + 3) * (search._CONFIRMED + 2), search._COMPILE_SECONDS
-
-    def estimate() -> float:
-        return tuning.estimate_seconds(10.0, 3)
-
-    assert estimate() == 10 * (2 * search._RECORDING_WEIGHT + passes) + 3 * compilations
-    tuning.kept.get(tuning.of_recording(1), lambda: None)
-    assert estimate() == 10 * (search._RECORDING_WEIGHT + passes) + 3 * compilations
-    tuning.kept.get(tuning.of_size(4), lambda: None)
-    assert estimate() == 10 * (search._RECORDING_WEIGHT + passes / 2) + 2 * compilations
-    tuning.kept.get(tuning.of_size(1), lambda: None)
-    assert estimate() == 0  # without the other recording
 
 
 COSTS = Costs(
@@ -169,10 +146,6 @@ def test_what_was_timed_is_compared_with_the_first_tree(monkeypatch: pytest.Monk
     assert lookups == [5, 5]
 
 
-# --------------------------------------------------------------------------------------------------
-# Files
-
-
 def test_tuned_trees_are_those_of_an_engine_without_a_tree(runs, tmp_path, caplog) -> None:
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     record, path = read_record(draft), tuned_file(draft)
@@ -227,24 +200,6 @@ def test_trees_tuned_on_a_mesh_are_those_of_the_mesh_alone(runs, tmp_path, caplo
     path.replace(tuned_file(draft))
     assert find_tuned(draft, record) is None
     assert "was tuned for another device ('cpu data=2 tensor=4', here cpu)" in caplog.text
-
-
-def test_a_file_that_cannot_be_written_is_left_as_it_was(runs, tmp_path, monkeypatch) -> None:
-    path, record = tmp_path / "trees.yaml", read_record(runs.model("poss2"))
-    write_tuned(path, {1: None}, record, header={}, comments={1: ""})
-
-    def fail(self: Path, _: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(UserError, match="No space left on device; choose another place"):
-        write_tuned(path, {1: SMALL}, record, header={}, comments={1: ""})
-    assert read_trees(path) == {1: None}
-    assert list(tmp_path.iterdir()) == [path]
-
-
-# --------------------------------------------------------------------------------------------------
-# The program
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 A vocabulary of four tokens and texts of four tokens: all 256 texts are enumerated with their exact
 probabilities. Of 200,000 that are sampled autoregressively the frequencies are tested; speculative
-texts are the same, seed by seed. Sampled drafts' texts have their own frequencies, also tested.
+texts are the same (test_speculate.py). Sampled drafts' texts have frequencies of their own.
 """
 
 import itertools
@@ -37,7 +37,6 @@ GIVEN = {
 }
 TREES = {
     "greedy": (TreeConfig(depth=2, top_k=2, total_tokens=6), "argmax"),
-    "wide": (TreeConfig(depth=2, top_k=4, total_tokens=21), "coupled"),
     "chain": (TreeConfig(depth=3, top_k=1, total_tokens=4), "coupled"),
     "sampled": (TreeConfig(depth=3, top_k=3, total_tokens=14), "sampled"),
 }
@@ -122,13 +121,6 @@ def expected() -> np.ndarray:
 
 def test_sampled_texts_have_the_exact_distribution():
     assert find_bias(expected()) == []
-
-
-@pytest.mark.parametrize(
-    "name", ["wide", *(pytest.param(name, marks=pytest.mark.slow) for name in ("greedy", "chain"))]
-)
-def test_speculative_texts_are_the_same(name):
-    np.testing.assert_array_equal(sample(name, 20_000), expected()[:20_000])
 
 
 @pytest.mark.parametrize("world", [pytest.param("unsure", marks=pytest.mark.slow), "twins"])

@@ -16,9 +16,7 @@ from infer.bench.by_depth import (
     decode,
     describe_draft,
     follow,
-    format_report,
     lay_out,
-    predicted_rounds,
     study,
 )
 from poss_jax.checkpoint.folder import load_draft, load_target, write_model
@@ -29,7 +27,7 @@ from poss_jax.config.training import ObjectiveConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.learn.task import DraftTask
 from poss_jax.learn.validation import add_up, draft_metrics, make_draft_validation
-from poss_jax.model.documents import TrainBatch, trained_rows
+from poss_jax.model.documents import TrainBatch
 from poss_jax.model.parameters import split_items
 from poss_jax.model.target import stack_layers
 
@@ -47,39 +45,6 @@ def answer(prompt: list[int], output: list[int], accepted: list[int], offered: l
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# Drawn examples
-
-
-def test_rows_that_predict_tokens_of_the_answer() -> None:
-    """All but the first, which comes with the prompt."""
-    first, second = answer([5, 6, 7], [1, 2, 3, 4], [], []), answer([5], [1, 2], [], [])
-    rows = lay_out([[first], [second]])
-    assert rows.tokens.tolist() == [[5, 6, 7, 1, 2, 3, 4], [5, 1, 2, 0, 0, 0, 0]]
-    batch = TrainBatch(*map(jnp.asarray, (rows.tokens, rows.loss_mask, rows.documents)))
-    is_trained = trained_rows(batch).astype(int).tolist()
-    assert is_trained == [[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]]
-    assert rows.documents.tolist() == [[1] * 7, [1] * 3 + [0] * 4]
-
-
-def test_rounds_follow_diagonals() -> None:
-    """Row r of depth d predicts the token at r + 2; rounds begin behind rows 1, 4 and 6.
-
-    row        0  1  2  3  4  5  6       text  8 9 | 1 2 3 4 5 6 7
-    predicts   1  2  3  4  5  6  7
-    depth 0    .  *  .  .  *  .  *       from row 1: hit, hit; from row 4: hit, miss; from row 6
-    depth 1    .  .  *  .  .  .  .
-    """
-    text = answer([8, 9], [1, 2, 3, 4, 5, 6, 7], [2, 1, 1], [2, 2, 1])
-    wanted = np.array([1, 2, 3, 4, 5, 6, 7])
-    hits = np.array([[0, 1, 0, 0, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]], bool)
-    tokens = np.where(hits, wanted, 0)
-    padded = np.pad(tokens, ((0, 0), (0, 4)))
-    assert predicted_rounds(text, padded) == [2, 1, 1]
-    one_by_one = replace(text, accepted_per_round=[0] * 6)
-    assert predicted_rounds(one_by_one, padded) == [2, 0, 0, 1, 0, 1]
-
-
 def test_rounds_are_counted_where_they_were_offered_a_token() -> None:
     """The last round was cut: it neither accepted nor missed its second position."""
     one = answer([1], [2] * 8, [2, 0, 1], [2, 1, 1])
@@ -88,10 +53,6 @@ def test_rounds_are_counted_where_they_were_offered_a_token() -> None:
     assert offered.tolist() == [[3, 1], [1, 1]] and accepted.tolist() == [[2, 1], [1, 0]]
     both = count_rounds([[one, two]], 2)  # two turns of one question
     assert [part.tolist() for part in both] == [[[4, 2]], [[3, 1]]]
-
-
-# --------------------------------------------------------------------------------------------------
-# A target that the last token decides, and drafts that know it or not
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +98,6 @@ def test_a_draft_that_knows_the_target(certain: Path) -> None:
     assert pair["drafts"] == ("knowing", "random")
     assert pair["difference"]["value"] == pytest.approx(gain[1] - gain[0]) and gain[1] < gain[0]
     assert 2 / 2**4 <= pair["p_value"] < 1  # all signs of four questions
-
-
-# --------------------------------------------------------------------------------------------------
-# Trained drafts
 
 
 @pytest.fixture(scope="module")
@@ -196,22 +153,3 @@ def test_numbers_are_those_of_validation(config: BenchConfig, decoded: Any, name
         share = np.mean([reached > d for reached in offered]) if offered else None
         assert values["decoded_conditional_acceptance"][d] == pytest.approx(share)
     assert found["rounds_as_predicted"] == 1
-
-
-def test_table_of_a_family_without_features() -> None:
-    """Nothing is known of a depth that no chain came to, and no interval of one prompt."""
-    number = {"value": [0.5, None], "low": [None, None], "high": [None, None]}
-    length = {"value": 1.5, "low": 1.25, "high": 1.75}
-    draft = {
-        "specialists": [0, 1],
-        "by_depth": {"agreement": number},
-        "simulated_acceptance_length": length,
-        "decoded_acceptance_length": length,
-        "rounds_as_predicted": None,
-    }
-    report = {"prompts": 1, "max_new_tokens": 4, "depth": 2, "looping_prompts": [], "pairs": []}
-    table = format_report(report | {"drafts": {"EAGLE-3": draft}}).splitlines()
-    assert "| EAGLE-3 | 1.50 [1.25, 1.75] | 1.50 [1.25, 1.75] |  |" in table
-    at = table.index("| 1 | 1 | 0.50 |")
-    assert table[at - 1] == "|---|---|---|" and table[at + 1] == "| 2 | 2 |  |"
-    assert table[-1].startswith("(no cosine")
