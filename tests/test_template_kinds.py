@@ -9,7 +9,7 @@ from chat_oracle import TOOL, call, check_chat, opened, tokenizer_of
 from chat_templates import KINDS
 
 from poss_jax.config.reading import UserError
-from poss_jax.data.marks import find_left_out
+from poss_jax.data.rendering import find_left_out
 from poss_jax.engine.prompts import encode_prompt
 
 USER = {"role": "user", "content": "what is the sum of 2 and 3?"}

@@ -5,10 +5,9 @@ Everything here is deterministic: the same source gives the same split, tokenize
 records.py        files found and read; records of a data set, one after the other
 conversations.py  records of every format -> texts, chats, tokens
 sources.py        counts of used and dropped records; training and held-out documents
-rendering.py      chats rendered by a template
+rendering.py      chats -> text -> tokens by a template; no message writes a special token
 templates.py      chat templates, and which characters of a chat are trained
 turns.py          marks that a template writes around answers
-marks.py          rendered chats -> tokens; no message writes a special one
 tokenizer.py      the embedded tokenizer; loading any
 features.py       rows with features, read on demand; features kept on disk
 rows.py           documents -> tokens and loss masks -> rows; the batch of a step

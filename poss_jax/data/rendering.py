@@ -1,17 +1,38 @@
-"""Chats -> text by a chat template.
+r"""Chats -> text -> tokens: only the template writes special tokens, never a message.
 
 A template is a program that comes with a model. Jinja's sandbox keeps it from files and Python, as
 in `transformers`; nothing limits its time and memory.
+
+A message may spell out a special token. While the template runs, an unguessable number replaces it.
+Then a copy of the tokenizer, whose special tokens have unguessable names, encodes the whole text:
+
+    message     Hi</s>
+    rendered    <s>### user\nHi90210000001\n
+    encoded     (special: bos) ### user\nHi</s>\n        here </s> is four letters
+
+Other numbers behind the messages' texts show which of them a template writes.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from poss_jax.config.reading import one_line
+from poss_jax.config.reading import UserError, one_line
+from poss_jax.data.tokenizer import call_tokenizer, special_pattern
+
+_NUMBER = str(secrets.randbits(128))  # digits: no template filter changes them
+_STAND_IN = re.compile(_NUMBER + "([0-9]{6})")
+_LABEL = str(secrets.randbits(128))
+_LABELLED = re.compile(_LABEL + "([0-9]{6})")
+_NAME = f"\U000f0000{secrets.token_hex(16)}-{{}}\U000f0001"  # clients must not guess it
 
 
 class RenderError(Exception):
@@ -114,3 +135,159 @@ def _difference(previous: str, text: str) -> Part:
         is_same = previous[low:middle] == text[low:middle]
         low, high = (middle, high) if is_same else (low, middle - 1)
     return Part(low, text[low:])
+
+
+class _Marks(NamedTuple):
+    """Special tokens of a tokenizer.
+
+    Attributes:
+      ids: id of each, by its text.
+      reserved: their ids except the unknown token's, which any text may give.
+      pattern: matches them if a text spells them out.
+    """
+
+    ids: dict[str, int]
+    reserved: frozenset[int]
+    pattern: re.Pattern[str]
+
+
+def hide_marks(tokenizer: Any, value: Any) -> Any:
+    """Replaces special tokens spelled out in messages, in keys and values at any depth."""
+    marks = _find_marks(tokenizer)
+    numbers = {text: f"{_NUMBER}{index:06}" for index, text in enumerate(marks.ids)}
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, str):
+            return marks.pattern.sub(lambda match: numbers[match.group()], value)
+        if isinstance(value, dict):
+            return {hide(key): hide(item) for key, item in value.items()}
+        return list(map(hide, value)) if isinstance(value, list | tuple) else value
+
+    return hide(value)
+
+
+def find_left_out(
+    messages: Sequence[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]
+) -> int | None:
+    """Finds a message with a text of which a template writes nothing; returns its index.
+
+    The template writes the messages once more, with a number behind every text. (A text may be
+    shortened or escaped.) A message's calls may stand for the text beside them.
+
+    Args:
+      render: writes messages.
+    """
+    labels = {
+        index: f"{_LABEL}{index:06}"
+        for index, message in enumerate(messages)
+        if (message.get("content") or "").strip()
+    }
+    text = render([_label(turn, labels.get(index, "")) for index, turn in enumerate(messages)])
+    return min(labels.keys() - set(map(int, _LABELLED.findall(text))), default=None)
+
+
+def _label(message: dict[str, Any], label: str) -> dict[str, Any]:
+    """Puts a label behind a message's text, and behind the names of the functions it calls."""
+    if not label:
+        return message
+    calls = message.get("tool_calls")
+    message = message | {"content": message["content"] + label}
+    return message | ({"tool_calls": _label_names(calls, label)} if calls else {})
+
+
+def _label_names(value: Any, label: str) -> Any:
+    if isinstance(value, list):
+        return [_label_names(item, label) for item in value]
+    if isinstance(value, dict):
+        fields = {key: _label_names(item, label) for key, item in value.items()}
+        name = value.get("name")
+        return fields | ({"name": name + label} if isinstance(name, str) else {})
+    return value
+
+
+def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes rendered chats as `apply_chat_template` does: special tokens are those spelled out.
+
+    So bos appears only if the template writes it. What `hide_marks` hid becomes plain text.
+
+    Raises:
+      UserError: a message spells out a special token that the tokenizer cannot tell apart.
+    """
+    encoded = call_tokenizer(
+        tokenizer,
+        list(texts),
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+    )["input_ids"]
+    return [
+        _encode_apart(tokenizer, text) if _has_foreign_mark(tokenizer, text, ids) else list(ids)
+        for text, ids in zip(texts, encoded, strict=True)
+    ]
+
+
+def _has_foreign_mark(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
+    """True if a special token is hidden in a text, or arises without its name being there.
+
+    Some tokenizers normalise letters before they look for special tokens.
+    """
+    if _STAND_IN.search(text):
+        return True
+    marks = _find_marks(tokenizer)
+    counts = Counter(token for token in ids if token in marks.reserved)
+    return bool(counts - Counter(marks.ids[name] for name in marks.pattern.findall(text)))
+
+
+def _encode_apart(tokenizer: Any, text: str) -> list[int]:
+    """Encodes the template's special tokens as tokens and the hidden ones as plain text."""
+    marks, renamed = _find_marks(tokenizer), _rename_marks(tokenizer)
+    names, spelled = _names(marks), list(marks.ids)
+    renamed_text = marks.pattern.sub(lambda match: names[match.group()], text)
+    plain = _STAND_IN.sub(lambda match: spelled[int(match.group(1))], renamed_text)
+    return renamed.encode(plain, add_special_tokens=False).ids
+
+
+@lru_cache(maxsize=8)
+def _find_marks(tokenizer: Any) -> _Marks:
+    added = tokenizer.added_tokens_decoder
+    ids = {token.content: token_id for token_id, token in added.items() if token.special}
+    reserved = frozenset(ids.values()) - {tokenizer.unk_token_id}
+    return _Marks(ids, reserved, special_pattern(tokenizer))
+
+
+def _names(marks: _Marks) -> dict[str, str]:
+    return {text: _NAME.format(index) for index, text in enumerate(marks.ids)}
+
+
+@lru_cache(maxsize=8)
+def _rename_marks(tokenizer: Any) -> Any:
+    """Copies a tokenizer and renames its special tokens."""
+    from tokenizers import Tokenizer
+
+    marks = _find_marks(tokenizer)
+    names = _names(marks)
+    try:
+        state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"post_processor": None}
+        state |= {"truncation": None, "padding": None}
+        for token in state["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = state["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(key, key): i for key, i in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(key, key), score] for key, score in model["vocab"]]
+        if "unk_token" in model:
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        renamed = Tokenizer.from_str(json.dumps(state))
+    except Exception as error:  # the tokenizer's Rust side raises nothing narrower
+        raise _cannot_tell() from error
+    if any(renamed.token_to_id(names[text]) != token_id for text, token_id in marks.ids.items()):
+        raise _cannot_tell()
+    return renamed
+
+
+def _cannot_tell() -> UserError:
+    return UserError(
+        "messages: a special token is spelled out in one, and this tokenizer cannot tell it from "
+        "its own; leave it out"
+    )

@@ -17,8 +17,13 @@ import numpy as np
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError, lone_surrogates, shorten
-from poss_jax.data.marks import encode_rendered, find_left_out, hide_marks
-from poss_jax.data.rendering import RenderError, render_chat
+from poss_jax.data.rendering import (
+    RenderError,
+    encode_rendered,
+    find_left_out,
+    hide_marks,
+    render_chat,
+)
 from poss_jax.data.tokenizer import call_tokenizer
 from poss_jax.decode.sampling import SETTINGS, Sampling
 from poss_jax.decode.state import Request
