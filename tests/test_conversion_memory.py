@@ -20,7 +20,7 @@ from convert_sources import write_shards
 from models import tiny_llama
 
 from poss_jax.convert.layouts import target_config_json
-from poss_jax.convert.names import slots_by_key
+from poss_jax.convert.tensors import slots_by_key
 from poss_jax.model.parameters import flatten_item, item_shapes
 
 INTERVAL = 0.01  # seconds between two looks

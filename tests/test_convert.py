@@ -22,8 +22,8 @@ from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.hf import parse_llama_config
-from poss_jax.convert.names import slots_by_key
 from poss_jax.convert.reading import PUBLISHED
+from poss_jax.convert.tensors import slots_by_key
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -32,9 +32,8 @@ from poss_jax.config.models import DraftConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.convert.export import plan_export
-from poss_jax.convert.names import slots_by_key
 from poss_jax.convert.source import open_source
-from poss_jax.convert.tensors import cut_tensors
+from poss_jax.convert.tensors import cut_tensors, slots_by_key
 from poss_jax.decode import speculate
 from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.learn.state import init_state

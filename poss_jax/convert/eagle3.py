@@ -16,9 +16,9 @@ import numpy as np
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.convert.hf import contradiction, count_layers, read_layer, read_window
-from poss_jax.convert.names import DRAFT_EMBEDDING, FC, QUERY
 from poss_jax.convert.reading import NAMED_EAGLE3, Reading, read_metadata, read_weights
 from poss_jax.convert.source import Source
+from poss_jax.convert.tensors import DRAFT_EMBEDDING, FC, QUERY
 from poss_jax.model.families.eagle3 import default_aux_layers
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"

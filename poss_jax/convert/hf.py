@@ -12,7 +12,10 @@ from typing import Any
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, build_config, shorten
-from poss_jax.convert.names import (
+from poss_jax.convert.reading import NAMED_EAGLE3, Reading, check_keys, read_metadata, read_weights
+from poss_jax.convert.rope import read_rope
+from poss_jax.convert.source import Source
+from poss_jax.convert.tensors import (
     DRAFT_EMBEDDING,
     DRAFT_HEAD,
     FC,
@@ -22,9 +25,6 @@ from poss_jax.convert.names import (
     slots_by_key,
     source_key,
 )
-from poss_jax.convert.reading import NAMED_EAGLE3, Reading, check_keys, read_metadata, read_weights
-from poss_jax.convert.rope import read_rope
-from poss_jax.convert.source import Source
 
 # Field of LlamaConfig -> key of config.json; the first five are required.
 CONFIG_KEYS = {

@@ -13,9 +13,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from poss_jax.config.models import DraftConfig, LlamaConfig, Spans
 from poss_jax.config.numbers import CountOrZero, Depth
 from poss_jax.config.reading import UserError, build_config, change_config, shorten
-from poss_jax.convert.names import Slot, join_rows, slots_by_key
 from poss_jax.convert.source import Source
-from poss_jax.convert.tensors import LazyTensor, cut_tensors
+from poss_jax.convert.tensors import LazyTensor, Slot, cut_tensors, join_rows, slots_by_key
 
 DType = Literal["keep", "float32", "bfloat16", "float16"]
 """Type to store the weights in."""

@@ -23,8 +23,7 @@ from poss_jax.checkpoint.sums import SUMS_FILE, check_file, read_sums
 from poss_jax.config.json_reading import check_own_file, parse_object, read_json
 from poss_jax.config.reading import UserError
 from poss_jax.convert.gguf_file import find_gguf, open_gguf
-from poss_jax.convert.names import plain_name
-from poss_jax.convert.tensors import LazyTensor, map_array
+from poss_jax.convert.tensors import LazyTensor, map_array, plain_name
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).
 # Weights by their usual names: some repositories hold a second copy under another.
