@@ -16,7 +16,7 @@ from models import (
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
-from poss_jax.learn.pretraining import target_loss
+from poss_jax.learn.step import target_loss
 from poss_jax.learn.task import DraftTask, prepare_draft_data
 from poss_jax.learn.validation import (
     add_up,

@@ -18,8 +18,8 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.data.conversations import Tokens, plain_texts
 from poss_jax.data.sources import Documents, load_documents
 from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
-from poss_jax.learn.pretraining import make_target_step
 from poss_jax.learn.state import TrainState
+from poss_jax.learn.step import make_target_step
 from poss_jax.learn.validation import Predictions, add_up, make_target_validation
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.parameters import place_weights
