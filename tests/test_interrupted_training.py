@@ -51,10 +51,6 @@ def assert_ends_like(folder: Path, uninterrupted: Path, runs: Runs) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-# --------------------------------------------------------------------------------------------------
-# Killed
-
-
 @pytest.mark.quick
 def test_run_killed_while_saving_ends_like_an_uninterrupted_one(runs, tmp_path):
     config = config_file(runs, tmp_path, POSS2)
@@ -88,10 +84,6 @@ def test_killed_at_a_random_moment(runs, tmp_path, milliseconds, seed):
     assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
 
 
-# --------------------------------------------------------------------------------------------------
-# Told to stop
-
-
 def test_sigterm_saves_and_says_how_to_go_on(runs, tmp_path, monkeypatch, capfd):
     config, record = config_file(runs, tmp_path, POSS2), RunLog.record
 
@@ -120,12 +112,7 @@ def test_second_sigterm_quits_at_once(runs, tmp_path):
     assert checkpoints(tmp_path / "run") == [10]
 
 
-# --------------------------------------------------------------------------------------------------
-# Damaged
-
-
 def copied_run(runs: Runs, folder: Path) -> Path:
-    """A copy of a complete run, as if it had been trained there."""
     run = folder / "run"
     shutil.copytree(runs.root / "poss2", run)
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -149,10 +136,6 @@ def test_complete_run_does_not_need_its_checkpoints(runs, tmp_path, capsys):
     main(["--config", config_file(runs, tmp_path, POSS2)])
     assert json.loads(capsys.readouterr().out)["model"] == str(folder / "model")
     assert sorted(folder.rglob("*")) == before
-
-
-# --------------------------------------------------------------------------------------------------
-# Diverged
 
 
 def poisoned_target(source: str, folder: Path, token: int) -> str:

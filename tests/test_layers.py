@@ -25,10 +25,6 @@ def normal(*shape, seed=0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-# --------------------------------------------------------------------------------------------------
-# Linear
-
-
 @pytest.mark.parametrize("few_rows", [64, 0], ids=["few_rows_spelling", "plain_spelling"])
 @pytest.mark.usefixtures("fresh_programs")
 def test_linear_of_every_number_of_rows(monkeypatch, few_rows):
@@ -65,10 +61,6 @@ def test_spelling_of_each_backend(rows, platform, is_few_rows_spelling):
     assert ("optimization_barrier" in program) == is_few_rows_spelling
 
 
-# --------------------------------------------------------------------------------------------------
-# RMSNorm
-
-
 def test_rms_norm_drawn():
     # Mean square of (3, 4) is 12.5; with eps 12.5 the root is 5.
     out = rms_norm(jnp.array([[3.0, 4.0]]), jnp.array([1.0, 10.0]), eps=12.5)
@@ -84,10 +76,6 @@ def test_rms_norm_of_bfloat16_is_taken_in_fp32():
     assert out.dtype == jnp.bfloat16
     # An fp32 rounding seldom tips a bfloat16 one; a mean taken in bfloat16 tips most of them.
     assert (np.asarray(out) != want).mean() < 0.01
-
-
-# --------------------------------------------------------------------------------------------------
-# Rotary embedding
 
 
 def plain_frequencies(theta: float, head_dim: int) -> np.ndarray:
@@ -236,10 +224,6 @@ def test_gpus_rotate_as_others_do(dtype):
     args = x, jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
     want, got = (rotated(*args) for rotated in (layers._rotate_halves, layers._rotate_turned))
     np.testing.assert_array_equal(np.float32(got), np.float32(want))
-
-
-# --------------------------------------------------------------------------------------------------
-# Projections
 
 
 @pytest.mark.parametrize("parts", ["kv", "qkv"])

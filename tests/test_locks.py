@@ -33,7 +33,6 @@ with sole_writer(sys.argv[1]):
 
 @contextmanager
 def other_process(output: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has an output."""
     command = [sys.executable, "-c", HOLDER, str(output)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

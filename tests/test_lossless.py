@@ -134,16 +134,6 @@ def interrupt(*args):
     raise KeyboardInterrupt
 
 
-def test_default_check_is_short():
-    llama = tiny_llama(vocab_size=64)
-    engine = make_engine(llama, random_target(llama))
-    decoder = SimpleNamespace(name="D", engine=engine)
-    few, all_of_them = (
-        list(lossless_run.list_settings(decoder, is_thorough=one)) for one in (False, True)
-    )
-    assert [one.batch_size for one in few] == [1, 4] and len(all_of_them) >= 10
-
-
 def test_a_replay_ends_with_its_text():
     llama = tiny_llama(vocab_size=64)
     engine = make_engine(

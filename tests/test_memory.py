@@ -115,20 +115,6 @@ def test_a_dry_run_says_what_a_device_holds(runs, tmp_path, capsys, monkeypatch)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--compile-for", "here"], "--compile-for describes a run; add --dry-run"),
-        (["--dry-run", "--compile-for", "v5p:none"], "cannot compile for v5p:none"),
-    ],
-)
-def test_what_cannot_be_compiled_for_is_refused(runs, tmp_path, arguments, error):
-    assert error in refusal(main, "--config", config_file(runs, tmp_path), *arguments)
-
-
-# --------------------------------------------------------------------------------------------------
-# Growth of the compiler's memory with depth and length
-
 # Wide heads and a small layer, so that the versions are what there is most of.
 WIDE = tiny_llama(hidden_size=128, intermediate_size=128, head_dim=32, num_layers=2)
 B, T = 2, 512
@@ -140,7 +126,6 @@ EAGLE3 = DraftConfig(
 
 @cache
 def temporary_bytes(draft: DraftConfig, depth: int, length: int) -> int:
-    """Of a step of a draft whose parameters are the same at every depth."""
     draft = replace(draft, trained_depth=depth)
     step = StepConfig(vocabulary_chunk=64, attention_block=64)
     task, optimizer = (

@@ -202,7 +202,6 @@ def test_a_round_moves_no_weight_no_cache_and_no_scores(draft: DraftConfig) -> N
 
 @pytest.mark.parametrize("num_kv_heads", [2, 8])
 def test_loaded_weights_are_those_of_one_device(fixtures: Path, num_kv_heads: int) -> None:
-    """One key head cannot be cut; what else can is."""
     folder = fixtures / "format_v1"
     mesh = MeshConfig(data=-1, tensor=num_kv_heads)
     engines = [

@@ -40,7 +40,6 @@ def with_sums(weight: Quantised) -> Quantised:
 
 
 def exact(rows: Any, weight: Quantised) -> np.ndarray:
-    """The product in float64."""
     values = np.asarray(weight.values, np.float64) * np.asarray(weight.scale, np.float64)[:, None]
     return np.asarray(rows, np.float64) @ values.T
 

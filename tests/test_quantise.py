@@ -108,7 +108,6 @@ def test_fp8_drawn():
     "dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=needs_f16c)]
 )
 def test_error_is_bounded(kind, dtype):
-    """Outputs of very different size each have their own scale."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((64, 96)) * 10.0 ** rng.integers(-4, 4, (64, 1))
     weight = jnp.asarray(weight, dtype)
@@ -293,7 +292,6 @@ def test_speculative_equals_autoregressive(kind, is_sampled, tree, batch):
 
 
 def test_drafts_of_the_unquantised_target_are_used(runs, quantised):
-    """Greedy and sampled, in batches: the text is the quantised target's own."""
     alone = Engine.load(quantised["int8"])
     engine = Engine.load(quantised["int8"], runs.model("poss2"), EngineConfig(tree=TREE))
     head = engine.weights.draft["head"]["weight"].values
@@ -357,10 +355,6 @@ def test_quantised_at_load_and_by_the_converter_is_the_same(tmp_path, capsys, ki
     assert stored["head"]["weight"].values.dtype.itemsize == 1
     assert stored["embed"]["weight"].dtype == jnp.bfloat16
     assert stored["layers"][1]["mlp"]["up"]["weight"].scale.dtype == jnp.float32
-
-
-def test_a_folder_without_quantisation_does_not_mention_it(runs):
-    assert "quantised" not in json.loads((Path(runs.model("target")) / "model.json").read_text())
 
 
 @kinds

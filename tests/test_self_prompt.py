@@ -255,25 +255,6 @@ def test_questions_of_a_source_are_mixed_in(runs, tmp_path, tokenizer):
         plan(10, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ("--self-prompt-turns 2 --source s.jsonl", "--self-prompt-turns: applies only to turns"),
-        ("--source-share 0.5 --source s.jsonl", "--source-share: applies only to turns that"),
-        ("--self-prompt 3 --source s.jsonl", "source_share: want it above 0 with a data.source"),
-        (
-            "--self-prompt 3 --source-share 0.5",
-            "--source-share: want it above 0 with a data.source",
-        ),
-        ("", "or self_prompt, to let the target write questions"),
-    ],
-)
-def test_bad_arguments(runs, tmp_path, arguments, error):
-    given = ["--target", runs.model("target"), "--output", str(tmp_path / "out.jsonl")]
-    assert error in refusal(main, *given, *arguments.split())
-    assert not list(tmp_path.iterdir())
-
-
 # --------------------------------------------------------------------------------------------------
 # A server
 

@@ -1,6 +1,5 @@
 """The target against `transformers`, and its ways through the cache against plain encoding."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +15,7 @@ from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.decode.tree import make_tree, root_tree
 from poss_jax.model.cache import KVCache, init_cache
 from poss_jax.model.documents import encode
-from poss_jax.model.target import decode, insert_layers, prefill, read_logits, verify
+from poss_jax.model.target import decode, prefill, read_logits, verify
 
 LENGTHS, PROMPT_SIZE, NUM_STEPS, CHUNK = (5, 12), 14, 6, 4
 ENDS = tuple(length + NUM_STEPS for length in LENGTHS)
@@ -95,23 +94,6 @@ ROPES = {
         "original_max_position_embeddings": 14,
     },
 }
-
-
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_texts_of_a_row_are_rotated_as_texts_of_their_own(name):
-    """Some within the trained context of 14, one beyond it, in a row that is longer than all."""
-    settings = {key.removeprefix("rope_"): value for key, value in ROPES[name].items()}
-    rope = RopeConfig(**settings | {"original_max_position_embeddings": 14})
-    config = tiny_llama(rope=rope)
-    lengths = 10, 16, 10
-    params, tokens = stacked(random_target(config)), random_tokens(config, 1, sum(lengths))
-    documents = jnp.repeat(jnp.array([[1, 2, 3]]), jnp.array(lengths), axis=1)
-    run = jax.jit(encode, static_argnums=1)
-    whole = run(params, config, tokens, documents)
-    ends = np.cumsum(lengths).tolist()
-    for begin, end in zip([0, *ends], ends, strict=False):
-        alone = run(params, config, tokens[:, begin:end])
-        np.testing.assert_allclose(whole[:, begin:end], alone, atol=1e-5)
 
 
 def random_model(folder, **changes):
@@ -203,7 +185,6 @@ def test_prefill_and_decode_read_what_encode_reads(target):
 
 
 def random_tree(num_nodes: int):
-    """A tree for each prompt; every node continues any earlier one."""
     rng = np.random.default_rng(0)
     parents = [[0] + [rng.integers(node) for node in range(1, num_nodes)] for _ in LENGTHS]
     tokens = random_tokens(CONFIG, len(LENGTHS), num_nodes, seed=3)
@@ -307,18 +288,3 @@ def test_bfloat16_stays_bfloat16(target):
         assert out.dtype == (jnp.float32 if is_logits else jnp.bfloat16)
         error = np.asarray(out, np.float32) - want
         assert np.linalg.norm(error) < 0.02 * np.linalg.norm(want)  # 0.011 measured
-
-
-@pytest.mark.parametrize("num_layers", [2, 3, 5])
-def test_a_target_with_new_layers_is_the_target(num_layers: int) -> None:
-    params, tokens = random_target(CONFIG), random_tokens(CONFIG, 2, 12)
-    layers = insert_layers(params["layers"], num_layers)
-    old = {id(layer) for layer in params["layers"]}
-    assert [id(layer) in old for layer in layers] == {
-        2: [True, True],
-        3: [True, False, True],
-        5: [True, False, False, True, False],
-    }[num_layers]
-    grown = replace(CONFIG, num_layers=num_layers)
-    got = encode(stacked(params | {"layers": layers}), grown, tokens)
-    np.testing.assert_array_equal(got, encode(stacked(params), CONFIG, tokens))

@@ -57,7 +57,6 @@ USED = {name for name, kind in KINDS.items() if not kind.refused}
 
 @functools.cache
 def outcomes(name: str) -> Counter[str]:
-    """Results of all chats under a template."""
     return Counter(check_chat(name, record, knows_ends=True) for record in CHATS.values())
 
 
@@ -80,9 +79,6 @@ def test_how_many_chats_equal_the_oracle() -> None:
     print(f"{len(USED)} templates of {len(KINDS)}, {len(CHATS)} chats: {dict(total)}")
     assert total == TOTAL
 
-
-# --------------------------------------------------------------------------------------------------
-# Messages that a template leaves out
 
 ASKED = {"role": "user", "content": "what is a cucumber?"}
 BESIDE_CALL = answer("no cucumber", tool_calls=[call("Lisbon")])
@@ -138,8 +134,6 @@ def test_how_many_messages_are_left_out() -> None:
 
 
 def test_a_chat_is_searched_once() -> None:
-    """However many messages there are."""
-
     class Text(str):
         def __contains__(self, key: str) -> bool:
             raise AssertionError("searched for one message")

@@ -57,10 +57,6 @@ def part(rows: slice) -> TrainBatch:
     return jax.tree.map(lambda array: array[rows], BATCH)
 
 
-# --------------------------------------------------------------------------------------------------
-# Chains
-
-
 def chain_lengths(hits, mask) -> list[int]:
     """By the definition: tokens accepted in sequence from every start."""
     depth, batch, size = hits.shape
@@ -90,10 +86,6 @@ def test_accepted_of_any_hits():
     lengths = chain_lengths(hits, mask)
     assert num_chains == len(lengths)
     assert accepted.tolist() == [sum(length > d for length in lengths) for d in range(4)]
-
-
-# --------------------------------------------------------------------------------------------------
-# Drafts
 
 
 def test_draft_by_depth(target, draft):
@@ -161,10 +153,6 @@ def test_nothing_to_learn_is_nothing_learnt(target, draft):
     out = draft_metrics(add_up([result])[0])
     assert out["simulated_acceptance_length"] == 1
     assert out["validation_loss"] == out["agreement"] == [0.0] * R
-
-
-# --------------------------------------------------------------------------------------------------
-# Targets
 
 
 def test_target(target):

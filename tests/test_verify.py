@@ -48,7 +48,6 @@ def test_lowest_id_among_equals_is_chosen():
 
 
 def draw_tree(rng, num_nodes: int, depth: int, vocabulary: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a tree whose siblings differ."""
     tokens, parents, depths = [int(rng.integers(vocabulary))], [0], [0]
     taken = set()
     while len(tokens) < num_nodes:

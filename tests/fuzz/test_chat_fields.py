@@ -61,7 +61,6 @@ def turns_of_question(draw: st.DrawFn, numbers: Iterator[int]) -> list[dict[str,
 
 @st.composite
 def records(draw: st.DrawFn) -> dict[str, Any]:
-    """A chat whose last answer is trained on."""
     numbers = itertools.count(10)
     parts = [draw(turns_of_question(numbers)) for _ in range(draw(st.integers(1, 3)))]
     messages = list(itertools.chain(*parts))

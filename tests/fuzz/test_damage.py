@@ -102,9 +102,6 @@ def refused(read: Callable[[], None]) -> str | None:
     return None
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def make_run(folder: Path) -> None:
     saved_run(folder, [1.0, 2.0])
 

@@ -176,7 +176,6 @@ def test_grammars(kind: str, drawn: tuple[Any, Any], seed: int) -> None:
 
 
 def check_text(make: Any, source: Any, text: str) -> None:
-    """A whole answer matches."""
     if make is Grammar.choice:
         assert text in source
     elif make is Grammar.json_schema:

@@ -77,7 +77,6 @@ configs = st.dictionaries(st.sampled_from(KEYS), values, max_size=4)
 
 
 def refused(error: UserError) -> None:
-    """Checks the message for the user."""
     message = str(error)
     assert "\n" not in message and len(message) < 700, message
 
@@ -104,7 +103,6 @@ def test_drafts_of_eagle3(changes: dict[str, Any]) -> None:
 
 
 def check_draft(tensors: Any, changes: dict[str, Any]) -> None:
-    """Reads a draft with wrong values in its config.json."""
     with tempfile.TemporaryDirectory() as folder:
         source = write_source(Path(folder), tensors)
         (source / "config.json").write_text(json.dumps(TINY | changes))
