@@ -10,23 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 NAMES = sorted(name for name, kind in KINDS.items() if not kind.refused)
-PIECES = [
-    "the",
-    " ",
-    "\n",
-    "a",
-    "é",
-    "😀",
-    "{{ m }}",
-    "'",
-    '"',
-    "\\n",
-    "5.",
-    "<b>",
-    "[",
-    "|>",
-    "中",
-]
+PIECES = [*" \na'\"é😀[中", "the", "{{ m }}", "\\n", "5.", "<b>", "|>"]
 CONTENTS = st.builds(
     lambda pieces: "x" + "".join(pieces), st.lists(st.sampled_from(PIECES), max_size=6)
 )

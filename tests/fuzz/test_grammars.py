@@ -32,46 +32,13 @@ CPU_SECONDS = 4.0  # here; the trials have their own
 
 WORDS = ["", "a", "é", "中", "\x00", "\x7f", "\n", '"', "\\", "/", "a" * 3000, *TAGS, "<|im_end|>"]
 NUMBERS = [0, 1, -1, 3, 0.1, 1e-7, 1e300, 2**53, 999_983, 10**30, -(10**18)]
-PATTERNS = [
-    "a+",
-    "^a$",
-    "(",
-    "[^a]",
-    "(a|b){2,9}",
-    ".*a.{12}",
-    "\\d{3}",
-    "(?=a)",
-    "a{0,60000}",
-    "<think>",
-]
+PATTERNS = r"a+ ^a$ ( [^a] (a|b){2,9} .*a.{12} \d{3} (?=a) a{0,60000} <think>".split()
 FORMATS = ["date", "uuid", "email", "ipv6", "uri", "nonsense"]
 TYPES = ["string", "integer", "number", "boolean", "null", "array", "object", "nonsense"]
-PARTS = [
-    '"a"',
-    '"<think>"',
-    "start",
-    "WORD",
-    "/[a-c]+/",
-    "|",
-    "*",
-    "(",
-    ")",
-    "~",
-    "%json {}",
-    "<[3]>",
-    "\n",
-]
-PARTS += [
-    "<think>",
-    "{1,9}",
-    "WORD: /x/\n",
-    '"\\x00"',
-    "[a-z]",
-    "::=",
-    "root",
-    "&",
-    "%llguidance {}",
-]
+PARTS = r"""
+    "a" "<think>" start WORD /[a-c]+/ | * ( ) ~ <[3]> <think> {1,9} "\x00" [a-z] ::= root &
+""".split()
+PARTS += ["\n", "%json {}", "%llguidance {}", "WORD: /x/\n"]
 
 
 def grow(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -31,12 +31,9 @@ TOKENIZER_KEYS = """
     model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id eom_token_id
     unknown_token_id padding_token_id add_bos_token add_eos_token add_space_prefix
 """.split()
-OTHER_KEYS = ["general.architecture", "general.alignment", "split.count", "tokenizer.chat_template"]
-KEYS = [
-    *(f"MODEL.{key}" for key in MODEL_KEYS),
-    *(f"tokenizer.ggml.{key}" for key in TOKENIZER_KEYS),
-    *OTHER_KEYS,
-]
+KEYS = ["general.architecture", "general.alignment", "split.count", "tokenizer.chat_template"]
+KEYS += [f"MODEL.{key}" for key in MODEL_KEYS]
+KEYS += [f"tokenizer.ggml.{key}" for key in TOKENIZER_KEYS]
 EXTRA = ["rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"]
 NAMED = "llama gpt2 bert llama-bpe gpt-2 qwen2 tekken none linear longrope yarn <s> </s>".split()
 

@@ -14,25 +14,9 @@ ATOMS = ["messages", "m", "m.content", "'ab'", "7", "0", "-1", "none", "bos_toke
 ATOMS += ["[1, 2]", "{'a': 1}", "loop.index", "add_generation_prompt", "''", "range(99)", "cycler"]
 OPERATORS = ["+", "*", "~", "/", "//", "%", "-", "in", "==", "<"]
 FILTERS = ["length", "upper", "list", "join", "tojson", "sort", "sum", "int", "trim", "first"]
-FILTERS += [
-    "center(10**3)",
-    "replace('', 'abc')",
-    "batch(10**3, 1)",
-    "indent(999)",
-    "urlize",
-    "map('x')",
-]
-METHODS = [
-    ".zfill(10**3)",
-    ".split()",
-    ".strip()",
-    "[0]",
-    "['a']",
-    ".a.b",
-    "()",
-    ".__class__",
-    "[::2]",
-]
+FILTERS += ["center(10**3)", "replace('', 'abc')", "batch(10**3, 1)", "indent(999)", "urlize"]
+FILTERS += ["map('x')"]
+METHODS = ".zfill(10**3) .split() .strip() [0] ['a'] .a.b () .__class__ [::2]".split()
 
 expressions = st.recursive(
     st.sampled_from(ATOMS),
