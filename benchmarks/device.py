@@ -3,7 +3,7 @@
 A stage is a command with a limit and a folder in runs/device for its report; its log and how it
 ended lie next to it. Started again, the queue resumes at the first stage that has not ended well;
 remove runs/device/NAME* to measure one again. The last lines compare every number
-with the committed report of such a device, and tell what it decides (docs/bench.md, "Decisions").
+with the committed report of such a device, and tell what it decides (docs/results/accelerator.md).
 """
 
 import argparse

@@ -10,7 +10,7 @@ Each keeps a running softmax over its split, for a block of queries; without row
 once. A second kernel attends a prompt's chunk to itself, without its scores in memory.
 
 No GPU has timed them yet, so they are off unless the environment says POSS_JAX_USED_ROWS=1 when
-programs are traced. docs/bench.md says when they become the default, and when they leave.
+programs are traced. docs/results/accelerator.md says when they become the default or leave.
 """
 
 import logging
