@@ -133,12 +133,12 @@ class EngineConfig:
         (docs/faster.md, "Copies"), with or without a draft; 0 copies none. Texts stay as they are.
       max_length: Most tokens of prompt and answer together; null takes the target's own limit.
       allow_target_mismatch: Use a draft made for other weights of the same shape.
-      draft_vocabulary: JSON file of the tokens that drafts may propose (docs/generate.md, "Draft
+      draft_vocabulary: JSON file of the tokens that drafts may propose (docs/faster.md, "Draft
         vocabularies"), for drafts that share the target's head; null takes the one tuned with the
         trees, else the draft's own, usually all.
       draft_window: How many of the newest tokens drafts attend, besides the first four
-        (docs/generate.md, "Long contexts"); null takes the draft's own, usually all tokens.
-      quantise: Round the target's matrices to 8 bits on loading (docs/generate.md, "Quantised
+        (docs/faster.md, "Long contexts"); null takes the draft's own, usually all tokens.
+      quantise: Round the target's matrices to 8 bits on loading (docs/faster.md, "Quantised
         targets"); null keeps the stored type. The draft's layers are rounded like the target's.
     """
 
@@ -164,7 +164,7 @@ class DecodingConfig(EngineConfig):
       target: Model folder of the target.
       max_new_tokens: Most new tokens of an answer.
       sampling: How tokens are chosen.
-      mesh: Grid of devices (docs/generate.md, "Several devices"); null takes one.
+      mesh: Grid of devices (docs/faster.md, "Several devices"); null takes one.
     """
 
     target: str
@@ -189,7 +189,7 @@ class AnswerConfig(DecodingConfig):
       lookup: Most tokens that a round copies from the prompt and the answer so far
         (docs/faster.md, "Copies"), with or without a draft; null takes 8 beside a draft on CPU,
         else 0, which copies none. Texts stay as they are.
-      trees: YAML file of draft trees by batch size (docs/generate.md, "Trees by batch size"), or
+      trees: YAML file of draft trees by batch size (docs/faster.md, "Trees by batch size"), or
         none: decode without the draft.
       stop: Text that ends an answer and is left out of it.
     """
