@@ -42,7 +42,7 @@ ACCELERATOR_TREES: Trees = {
 }
 """Trees of an accelerator: as many nodes in all as it verifies in about the time of one.
 
-By the cost card (docs/faster.md, "Trees by batch size"); on an H100, 6/10/60 for 16 requests
+By the cost card (docs/results/trees.md); on an H100, 6/10/60 for 16 requests
 would be slower than no draft.
 """
 
