@@ -294,7 +294,7 @@ class ServeConfig(AnswerConfig):
       allowed_origins: Other sites whose pages may ask this server (CORS), such as
         https://chat.example; `*` allows all.
       model_name: Name of the model in the API; null takes the name of the target's folder.
-      tool_format: How the model writes calls of tools (docs/serving.md); null finds it in the chat
+      tool_format: How the model writes calls of tools (docs/requests.md); null finds it in the chat
         template.
     """
 
