@@ -3,6 +3,7 @@
 Imports nothing but the table of commands until it knows which program is wanted.
 """
 
+import argparse
 import difflib
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from typing import Any
 
 import poss_jax
 from poss_jax.program.commands import COMMANDS, PACKAGE, installed_name, umbrella_name
+
+_SHELLS = ("bash", "zsh")
+_PATHS = {"DIR", "DIR_OR_HUB_ID", "FILE", "FOLDER", "PATH", "RUN", "SOURCE", "source"}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -43,18 +47,6 @@ def find_program(module: str) -> Any:
     return import_module(f"{module}.__main__") if hasattr(program, "__path__") else program
 
 
-def _print_completion(words: Sequence[str]) -> None:
-    """Prints the script that a shell completes `poss` with."""
-    from poss_jax.program.completion import make_script  # takes time, as the programs do
-    from poss_jax.program.running import run_program
-
-    def write() -> None:
-        mains = {name: find_program(command.module).main for name, command in COMMANDS.items()}
-        print(make_script(words, mains))
-
-    run_program(write)
-
-
 def format_help(name: str) -> str:
     """The list of commands."""
     width = max(map(len, COMMANDS)) + 2
@@ -72,6 +64,54 @@ def format_help(name: str) -> str:
             "Completion in the shell: poss --print-completion bash|zsh",
         ]
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Completion in a shell; what it imports takes time, as the programs do
+
+
+def _print_completion(words: Sequence[str]) -> None:
+    """Prints the script that a shell completes `poss` with."""
+    from poss_jax.program.running import run_program
+
+    run_program(lambda: print(make_completion(words)))
+
+
+def make_completion(words: Sequence[str]) -> str:
+    """Writes the script that a shell completes `poss` with: all commands and their options.
+
+    Raises:
+      UserError: another shell, or shtab is missing.
+    """
+    from poss_jax.config.reading import UserError, shorten
+    from poss_jax.program.running import PARSER_ONLY, ParserOnly
+
+    if len(words) != 1 or words[0] not in _SHELLS:
+        got = shorten(" ".join(words)) or "nothing"
+        raise UserError(f"--print-completion: want bash or zsh, got {got}")
+    try:
+        import shtab
+    except ImportError as error:
+        raise UserError("shtab is missing; pip install 'poss-jax[completion]'") from error
+    root = argparse.ArgumentParser(prog="poss")
+    commands = root.add_subparsers()
+    for name, command in COMMANDS.items():
+        try:
+            find_program(command.module).main([*command.words, PARSER_ONLY, "--help-all"])
+        except ParserOnly as stop:
+            commands.add_parser(name, help=command.summary, parents=[stop.parser], add_help=False)
+    _complete_paths(root, shtab.FILE)
+    return shtab.complete(root, words[0])
+
+
+def _complete_paths(parser: argparse.ArgumentParser, files: Any) -> None:
+    """Marks the arguments that shells complete with names of files."""
+    for action in parser._actions:
+        if (action.metavar or action.dest) in _PATHS:
+            action.complete = files  # type: ignore[attr-defined]
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _complete_paths(command, files)
 
 
 def cli() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from programs import refusal
 
-from poss_jax.__main__ import find_program
+from poss_jax.__main__ import make_completion
 from poss_jax.program.commands import COMMANDS
-from poss_jax.program.completion import make_script
 
 ROOT = Path(__file__).parent.parent
 COMPLETE = """
@@ -20,15 +19,10 @@ echo "${COMPREPLY[@]}"
 """
 
 
-def script(*words: str) -> str:
-    mains = {name: find_program(one.module).main for name, one in COMMANDS.items()}
-    return make_script(words, mains)
-
-
 @pytest.fixture(scope="module")
 def completed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("completion") / "poss"
-    path.write_text(script("bash"))
+    path.write_text(make_completion(["bash"]))
     return path
 
 
@@ -54,13 +48,13 @@ def test_bash_completes(completed, typed, expected):
 
 
 def test_zsh_has_all_commands():
-    found = script("zsh")
+    found = make_completion(["zsh"])
     assert found.startswith("#compdef poss")
     assert all(f"{name}:" in found for name in COMMANDS)
 
 
 def test_it_is_refused_in_a_line(monkeypatch):
     for words in (["csh"], [], ["bash", "zsh"]):
-        assert "want bash or zsh, got" in refusal(lambda words: make_script(words, {}), *words)
+        assert "want bash or zsh, got" in refusal(lambda words: make_completion(words), *words)
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert "pip install 'poss-jax[completion]'" in refusal(lambda _: make_script(["bash"], {}))
+    assert "pip install 'poss-jax[completion]'" in refusal(lambda _: make_completion(["bash"]))

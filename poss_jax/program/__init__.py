@@ -1,7 +1,6 @@
 """Code that all programs share.
 
 running.py    one-line errors, exit codes, compilation cache, marked text; joining processes
-completion.py scripts that complete `poss` in a shell
 commands.py   the commands of `poss`, and what programs are called
 arguments.py  command lines: a config's keys as options
 options.py    loading the engine of a config
