@@ -14,12 +14,12 @@ import pytest
 from models import tiny_llama
 from programs import copy_model, refusal
 
-from benchmarks.aot import main
-from benchmarks.aot_programs import (
+from benchmarks.aot import (
     Compiled,
     Plan,
     compile_program,
     count_kernels,
+    main,
     measure,
     plan,
     state_shapes,
