@@ -27,8 +27,7 @@ from tunix.rl import common, rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from examples.tunix.policy import rotate_as_tunix, target_params
-from examples.tunix.rollout import PossRollout
+from examples.tunix.rollout import PossRollout, rotate_as_tunix, target_params
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # tunix's
 
