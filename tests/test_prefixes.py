@@ -17,10 +17,9 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.engine import device
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prefixes import Prefixes, name_blocks
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Scheduler
-from poss_jax.engine.slots import Slots
+from poss_jax.engine.slots import Prefixes, Slots, name_blocks
 from poss_jax.engine.steps import Block
 from poss_jax.model.cache import KeysValues
 
@@ -149,7 +148,7 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
     needed = device.least_bytes(slots.weights, slots.config, batch_size=2)
     memory = needed + 5 * block_bytes
     monkeypatch.setattr("poss_jax.engine.device.device_memory", lambda: memory)
-    monkeypatch.setattr("poss_jax.engine.prefixes.device_memory", lambda: memory)
+    monkeypatch.setattr("poss_jax.engine.slots.device_memory", lambda: memory)
     assert Slots(engine, sizes=(1,), max_length=300, max_prefix_bytes=MUCH).prefixes.most == 2
 
 

@@ -7,6 +7,5 @@ lookup.py     candidates copied from prompt and answer
 tree.py       candidates -> tree
 sampling.py   the target's choice of a token: processed scores, and noise from the request's seed
 rejection.py  sampled drafts, and the choice after them
-verify.py     the accepted path
-logprobs.py   log-probabilities of the tokens
+verify.py     the accepted path, and the log-probabilities of its tokens
 """

@@ -15,12 +15,18 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
-from poss_jax.decode.logprobs import Logprobs, append_logprobs, first_logprobs, path_logprobs
 from poss_jax.decode.lookup import copy_chain, draft_unless_copied, merge
 from poss_jax.decode.sampling import History, draw, draw_noise, forbid, shift_logits, unpack
 from poss_jax.decode.state import DecodeState, DraftState, Output, Request, StaticShape, Weights
 from poss_jax.decode.tree import Candidates, Tree, root_tree, select
-from poss_jax.decode.verify import Acceptance, accept
+from poss_jax.decode.verify import (
+    Acceptance,
+    Logprobs,
+    accept,
+    append_logprobs,
+    first_logprobs,
+    path_logprobs,
+)
 from poss_jax.model import target as targets
 from poss_jax.model.cache import KVCache, commit_rows, init_cache, take_rows, write_rows
 from poss_jax.model.ranking import choose

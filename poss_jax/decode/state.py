@@ -7,8 +7,8 @@ from jax.sharding import Mesh
 
 from poss_jax.config.models import DraftConfig, Drafting, LlamaConfig, TreeConfig
 from poss_jax.decode.drafting import ChildrenFn
-from poss_jax.decode.logprobs import Logprobs
 from poss_jax.decode.sampling import Sampling
+from poss_jax.decode.verify import Logprobs
 from poss_jax.model.cache import KVCache
 from poss_jax.shapes import Array, Params
 

@@ -6,15 +6,13 @@ prompts.py    text, token ids or chat messages -> PreparedPrompt; a batch of the
 loop.py       the decoding loop: admit, start, finish, deliver
 scheduler.py  the loop on a thread: requests come and go at any time
 batch.py      a batch whose prompts begin together, and rounds with and without grammars
-slots.py      a batch whose requests come and go
-prefixes.py   the prefix cache: keys and values of prompts' beginnings
+slots.py      a batch whose requests come and go; the cache of prompts' beginnings
 warm_up.py    compiles the steps of slots in the order of use
 steps.py      what runs on the devices: prefill, rounds, scores
 rounds.py     new tokens on their way to the host; rounds per step
 answers.py    Generation and Chunk; answers that grow round by round
 streams.py    tickets: the queue of an answer between threads
 grammar.py    what an answer must match, compiled for a target
-grammar_tokens.py  the target's tokens, as llguidance takes them
 grammar_trials.py  a process that tries grammars within limits
 guides.py     a grammar's state in an answer: masks of the next token, and of a tree's nodes
 scoring.py    log-probabilities of prompts

@@ -17,7 +17,7 @@ import re
 import subprocess
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,14 +25,17 @@ from functools import lru_cache
 from queue import PriorityQueue
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from poss_jax.config.paths import child_python
 from poss_jax.config.reading import UserError, lone_surrogates, one_line
 from poss_jax.data.tokenizer import errors_of_tokenizer
 from poss_jax.engine import grammar_trials
-from poss_jax.engine.grammar_trials import MOST_BYTES, STACK_BYTES, Trial, compile_matcher
+from poss_jax.engine.grammar_trials import MOST_BYTES, STACK_BYTES, Tokens, Trial, compile_matcher
 from poss_jax.engine.guides import GrammarState, explain
 from poss_jax.engine.models import Models
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.text import byte_letters
 
 # As `json.dumps` writes it. With free white space a text need not end, and little is certain.
 JSON_LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -44,6 +47,8 @@ _TOO_LARGE = {
     "time": f"want a grammar that compiles within {_CPU_SECONDS[-1]:.0f} s, this one takes longer",
     "memory": f"want a grammar that takes at most {MOST_BYTES >> 20} MiB, this one takes more",
 }
+_SPECIAL = b"\xff"  # begins what llguidance calls a token that no text spells
+_LEAST_FORCED = 256  # characters
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -125,8 +130,6 @@ class GrammarCompiler:
         if tokenizer is None or not stop_ids:
             raise UserError("grammar: want a target with a tokenizer and an EOS token")
         _llguidance()
-        from poss_jax.engine.grammar_tokens import TokenizerTokens
-
         with errors_of_tokenizer("grammar: want a fast tokenizer, got", "use another target"):
             self._tokens = TokenizerTokens(tokenizer, vocab_size, stop_ids)
         self._stop_ids = frozenset(stop_ids)
@@ -307,3 +310,89 @@ def _llguidance() -> Any:
     except ImportError as error:
         raise UserError("grammar: want llguidance; pip install 'poss-jax[serve]'") from error
     return llguidance
+
+
+class TokenizerTokens(Tokens):
+    """The tokens of a tokenizer of transformers, which splits texts as the model reads them.
+
+    llguidance's own reader takes every added token `<...>` for a special one, which no text spells.
+    In many models `<think>` and `<tool_call>` are text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Sequence[int]) -> None:
+        """Reads a fast tokenizer of transformers.
+
+        Args:
+          vocab_size: number of the target's tokens; those that the tokenizer lacks have no text.
+          stop_ids: tokens that end a text.
+
+        Raises:
+          ValueError: its decoder is of no known kind.
+        """
+        spec = json.loads(tokenizer.backend_tokenizer.to_str())
+        special = {token["id"] for token in spec["added_tokens"] if token["special"]} | {*stop_ids}
+        read_name = _name_reader(spec["decoder"])
+        tokens = [_SPECIAL + b"<[%d]>" % token for token in range(vocab_size)]
+        for name, token in tokenizer.get_vocab().items():
+            if token < vocab_size:
+                is_special = token in special
+                tokens[token] = _SPECIAL + name.encode() if is_special else read_name(name)
+        super().__init__(tokens, stop_ids)
+        self._encoder = Tokenizer.from_str(json.dumps(_without_prefix(spec)))
+        self._encoder.encode_special_tokens = True  # a special token's name is text
+        self._most_forced = max(_LEAST_FORCED, 4 * max(map(len, tokens)))
+
+    def __call__(self, text: str) -> list[int]:
+        """Splits the beginning of a text that must follow; only its first token is forced."""
+        text = text[: self._most_forced]
+        ids = self._encoder.encode(text, add_special_tokens=False).ids
+        is_same = b"".join(map(self.tokens.__getitem__, ids)) == text.encode()
+        return ids if is_same else super().__call__(text)  # it folds letters, or lacks some
+
+
+def _name_reader(decoder: Any) -> Callable[[str], bytes]:
+    """A function from a token's name to its bytes, as the decoder reads it."""
+    kinds = {step["type"]: step for step in _steps(decoder, "decoders")}
+    if "ByteLevel" in kinds:
+        letters = byte_letters()
+
+        def spell(name: str) -> bytes:
+            is_spelled = letters.keys() >= set(name)
+            return bytes(map(letters.__getitem__, name)) if is_spelled else name.encode()
+
+        return spell
+    if not kinds.keys() & {"ByteFallback", "Replace", "Metaspace"}:
+        raise ValueError(f"a decoder of type {', '.join(kinds) or None}")
+    space = kinds.get("Metaspace", {}).get("replacement")
+    replace = kinds.get("Replace", {})
+    if replace.get("content") == " ":
+        space = replace["pattern"].get("String")
+    has_bytes = "ByteFallback" in kinds
+    bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256) if has_bytes}
+    return lambda name: bytes_of.get(name) or (name.replace(space, " ") if space else name).encode()
+
+
+def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same tokenizer without the space that some put before a text."""
+    normalizers = [
+        step for step in _steps(spec["normalizer"], "normalizers") if step["type"] != "Prepend"
+    ]
+    splitters = [
+        step | {"prepend_scheme": "never"} if step["type"] == "Metaspace" else step
+        for step in _steps(spec["pre_tokenizer"], "pretokenizers")
+    ]
+    return spec | {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splitters},
+        "padding": None,
+        "truncation": None,
+    }
+
+
+def _steps(component: Any, name: str) -> list[Any]:
+    """The steps of a component, which may be a sequence of others; none of None."""
+    if component is None:
+        return []
+    if name not in component:
+        return [component]
+    return list(itertools.chain(*(_steps(step, name) for step in component[name])))

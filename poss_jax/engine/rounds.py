@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from poss_jax.decode.logprobs import Logprobs
 from poss_jax.decode.state import Output, StaticShape
+from poss_jax.decode.verify import Logprobs
 from poss_jax.engine.answers import Round, TokenLogprobs
 from poss_jax.shapes import Array
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from poss_jax.decode.logprobs import Logprobs
 from poss_jax.decode.state import StaticShape, Weights
+from poss_jax.decode.verify import Logprobs
 from poss_jax.engine import steps
 from poss_jax.engine.answers import TokenLogprobs
 from poss_jax.engine.device import check_memory

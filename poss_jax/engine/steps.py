@@ -23,10 +23,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from poss_jax.decode import speculate
-from poss_jax.decode.logprobs import Logprobs, token_logprobs
 from poss_jax.decode.rejection import DrawnTree
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.tree import Tree, make_tree
+from poss_jax.decode.verify import Logprobs, token_logprobs
 from poss_jax.engine.prompts import make_request
 from poss_jax.engine.rounds import PackedRounds, pack_first, pack_new
 from poss_jax.model import target as targets
