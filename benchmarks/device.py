@@ -234,10 +234,7 @@ def summarise(stages: Sequence[Stage], root: Path, sizes: Mapping[str, Any]) -> 
 
 FASTER, SLOWER = 0.85, 1.02
 """Rounds of a change that is taken take at most this share of the time; nothing may take more."""
-MARKS = {
-    "NVIDIA H200": {"poss3": 8.5, "poss3_e3": 6.8},
-    "NVIDIA H100 80GB HBM3": {"poss3": 10.0},
-}
+MARKS = {"NVIDIA H200": {"poss3": 8.5, "poss3_e3": 6.8}, "NVIDIA H100 80GB HBM3": {"poss3": 10.0}}
 """Most milliseconds of a round at 512 tokens of 8,192."""
 FAR_MARK = 1.35
 """Most times the floor at 16,128 tokens."""

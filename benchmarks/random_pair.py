@@ -231,13 +231,7 @@ def measure_load(url: str, **load: Any) -> dict[str, Any]:
 
 
 def ask_all(
-    url: str,
-    *,
-    num_clients: int,
-    seconds: float,
-    num_prompt: int,
-    num_new: int,
-    vocab_size: int,
+    url: str, *, num_clients: int, seconds: float, num_prompt: int, num_new: int, vocab_size: int
 ) -> dict[str, Any]:
     """Streams to clients that ask again and again until the time is over; `describe_answers`."""
     rng = np.random.default_rng(num_clients)

@@ -286,9 +286,7 @@ def validate(config: StudyConfig, run: Run) -> list[dict[str, Any]]:
 
 
 def compare_held_out(
-    config: StudyConfig,
-    last: dict[Run, dict[str, Any]],
-    batches: dict[Run, list[dict[str, Any]]],
+    config: StudyConfig, last: dict[Run, dict[str, Any]], batches: dict[Run, list[dict[str, Any]]]
 ) -> dict[str, Any]:
     """Compares variants on the held-out texts of training.
 

@@ -27,12 +27,7 @@ from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.learn.state import TrainState
 from poss_jax.learn.step import make_draft_step
 from poss_jax.learn.task import DraftTask, describe_draft
-from poss_jax.learn.validation import (
-    Predictions,
-    add_up,
-    draft_metrics,
-    make_draft_validation,
-)
+from poss_jax.learn.validation import Predictions, add_up, draft_metrics, make_draft_validation
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import family_of, init_draft
 from poss_jax.model.parameters import place_weights
@@ -46,13 +41,7 @@ from poss_jax.model.specialists import (
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Array, Params
 
-from .devices import (
-    compile_on,
-    is_first_process,
-    make_on,
-    make_step_on,
-    write_together,
-)
+from .devices import compile_on, is_first_process, make_on, make_step_on, write_together
 from .features import (
     fill_cache,
     find_features,

@@ -44,11 +44,7 @@ _SMALLEST_DEVIATION = 0.01  # times the mean one; avoids dividing by 0 for a con
 
 
 def find_features(
-    config: TrainConfig,
-    record: ModelRecord,
-    prepared: Prepared,
-    dtype: Any,
-    draft: DraftConfig,
+    config: TrainConfig, record: ModelRecord, prepared: Prepared, dtype: Any, draft: DraftConfig
 ) -> FeatureCache | None:
     """Finds the cache of a run's features, which may be incomplete; None: there is none.
 

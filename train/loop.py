@@ -66,12 +66,7 @@ def run_steps(
 
 
 def _check_in(
-    config: TrainConfig,
-    folder: RunFolder,
-    stage: Stage,
-    log: RunLog,
-    step: int,
-    state: TrainState,
+    config: TrainConfig, folder: RunFolder, stage: Stage, log: RunLog, step: int, state: TrainState
 ) -> None:
     """Validates if due, and saves; a diverged state is not saved."""
     log.flush()

@@ -7,11 +7,7 @@ import numpy as np
 
 from poss_jax.bundled.default import with_bundled
 from poss_jax.checkpoint.folder import read_target
-from poss_jax.checkpoint.record import (
-    SMALLEST,
-    DraftVocabulary,
-    write_draft_vocabulary,
-)
+from poss_jax.checkpoint.record import SMALLEST, DraftVocabulary, write_draft_vocabulary
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig

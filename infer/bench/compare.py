@@ -186,11 +186,7 @@ def _summarise(
 
 
 def _describe_methods(
-    decoders: Sequence[Decoder],
-    prompt: PreparedPrompt,
-    journal: Journal,
-    *,
-    has_phases: bool,
+    decoders: Sequence[Decoder], prompt: PreparedPrompt, journal: Journal, *, has_phases: bool
 ) -> dict[str, Any]:
     """Measures what does not depend on the questions: memory, and phases if wanted."""
     roofline = find_roofline() if has_phases else None

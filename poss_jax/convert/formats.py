@@ -193,9 +193,7 @@ FORMATS = (
         "target's last state and the next token",
     ),
     Format(
-        "a draft of speculators",
-        in_config=(is_of_speculators(r"^(?!eagle3\b)"),),
-        why_not=_NOT_YET,
+        "a draft of speculators", in_config=(is_of_speculators(r"^(?!eagle3\b)"),), why_not=_NOT_YET
     ),
     Format(
         "a draft that drafts in parallel",

@@ -80,12 +80,7 @@ _FUSED = {"ffn_up": "mlp.gate_up_proj"}  # what Phi-3 calls so holds both
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
 _TRAINED = "original_max_position_embeddings"
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    _TRAINED: 8192,
-}
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, _TRAINED: 8192}
 
 
 @dataclass(frozen=True)

@@ -244,11 +244,7 @@ def _over_target(
 
 
 def _draw_numbers(
-    sampling: Sampling,
-    position: Int[Array, " B"],
-    *,
-    noise_shape: tuple[int, int],
-    num_nodes: int,
+    sampling: Sampling, position: Int[Array, " B"], *, noise_shape: tuple[int, int], num_nodes: int
 ) -> tuple[Float[Array, "B depth Vd"], Float[Array, "B M"]]:
     """Noise of the draft, 0 in greedy rows, and thresholds; new ones at each position."""
 

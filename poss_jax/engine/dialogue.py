@@ -16,13 +16,7 @@ from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import (
-    PreparedPrompt,
-    Prompt,
-    PromptTooLong,
-    is_message,
-    with_seed,
-)
+from poss_jax.engine.prompts import PreparedPrompt, Prompt, PromptTooLong, is_message, with_seed
 
 PROMPT_KEYS = {
     "prompt": "a string",

@@ -169,11 +169,7 @@ def _put(weights: Weights, config: StaticShape, host: dict[str, Any]) -> Request
 
 
 def _cut_block(
-    weights: Weights,
-    config: StaticShape,
-    request: Request,
-    prefill: Prefill,
-    first: Int[Array, ""],
+    weights: Weights, config: StaticShape, request: Request, prefill: Prefill, first: Int[Array, ""]
 ) -> Block:
     """Copies the chunk that begins at row `first`."""
     del weights, request
@@ -348,11 +344,7 @@ def _verify(
 
 @jax.named_scope("score")
 def _score_chunk(
-    weights: Weights,
-    config: StaticShape,
-    request: Request,
-    prefill: Prefill,
-    index: Int[Array, ""],
+    weights: Weights, config: StaticShape, request: Request, prefill: Prefill, index: Int[Array, ""]
 ) -> tuple[Prefill, Logprobs]:
     """Reads a chunk of the prompts; scores the token after each of its rows.
 

@@ -200,12 +200,7 @@ def draft_losses(
         total += objective.lk_weight * lk
     mean_reach = None if reach is None else averaged(loss_mask, jnp.ones_like(reach))
     return DraftLosses(
-        feature=feature,
-        probability=probability,
-        top_k=of_top,
-        lk=lk,
-        total=total,
-        reach=mean_reach,
+        feature=feature, probability=probability, top_k=of_top, lk=lk, total=total, reach=mean_reach
     )
 
 

@@ -198,10 +198,7 @@ def _is_trained(task: DraftTask, draft: Params) -> Params:
 
 
 def make_target_step(
-    config: LlamaConfig,
-    optimizer: optax.GradientTransformation,
-    step: StepConfig,
-    dtype: Any,
+    config: LlamaConfig, optimizer: optax.GradientTransformation, step: StepConfig, dtype: Any
 ) -> Callable:
     """Returns the jitted `(state, batch) -> (state, metrics)` of next-token pre-training.
 

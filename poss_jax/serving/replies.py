@@ -14,13 +14,7 @@ from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs, answer_anc
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.streams import Chunks
-from poss_jax.engine.text import (
-    TextStream,
-    decode_behind,
-    find_anchor,
-    special_names,
-    token_bytes,
-)
+from poss_jax.engine.text import TextStream, decode_behind, find_anchor, special_names, token_bytes
 from poss_jax.serving.bodies import ApiError
 from poss_jax.serving.requests import Job
 from poss_jax.serving.tools import Call, CallReader

@@ -278,10 +278,7 @@ def _check_most(config: ServeConfig, name: str, requested: int | None) -> None:
 
 
 def _check_logprobs(
-    config: ServeConfig,
-    prompts: list[PreparedPrompt],
-    per_token: int,
-    per_prompt_token: int,
+    config: ServeConfig, prompts: list[PreparedPrompt], per_token: int, per_prompt_token: int
 ) -> None:
     """Refuses a reply that would hold too many log-probabilities."""
     limit = max(_MOST_LOGPROBS, (config.max_length or 0) * (1 + config.max_logprobs))
