@@ -244,7 +244,6 @@ class Kept:
         """Finds what an interrupted run has kept.
 
         Args:
-          program: name of the program.
           made_from: all that decides the results, JSON-compatible.
         """
         file = f"{program}-{digest(made_from)[:16]}.jsonl"

@@ -60,7 +60,6 @@ def local_path(path: str | Path, name: str) -> Path:
     """Turns a user's text into a local path; refuses URIs.
 
     Args:
-      path: the text.
       name: name of the setting, for the message.
 
     Raises:

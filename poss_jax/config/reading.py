@@ -87,7 +87,6 @@ def build_config(
     """Builds a config dataclass from plain values, refusing anything it does not know.
 
     Args:
-      kind: the dataclass.
       values: nested mapping, as YAML gives it.
       origin: source of the values, for messages.
       given_as: dotted key -> the option or override that gave it, for messages; the last one wins.
@@ -138,7 +137,6 @@ def read_yaml(path: Path | epath.Path, derived: tuple[Path, ...] = ()) -> dict[A
     """Reads a YAML file of keys; it may name another as `base:`, and its own keys win.
 
     Args:
-      path: path of the file.
       derived: files being read that name this one.
 
     Raises:

@@ -83,8 +83,6 @@ def commit_pairs(
     """Appends pairs to the context of every specialist that the cache has a stream of.
 
     Args:
-      params: the draft.
-      config: its shape.
       cache: T rows must be free above `length`.
       x: draft inputs from true target features.
       num_pairs: number of valid pairs of the T.
@@ -124,8 +122,6 @@ def draft(
 
     Args:
       params: the draft, with the target's embedding and head (`borrow_from_target`).
-      config: its shape.
-      tree: size of the tree.
       cache: all pairs committed.
       root_input: the last committed pair, as `commit_pairs` returns it.
       children: proposes the children of each node.
@@ -214,8 +210,6 @@ def coupled_children(
     Args:
       logits: logits of the draft.
       level: where the children stand.
-      top_k: W.
-      sampling: the request's settings.
       history: tokens so far; its path is ignored.
       noise: noise for the children of every depth.
       vocabulary: target id of every logit; None: all, in order.

@@ -120,10 +120,6 @@ def draw_tree(
     """Drafts a tree; greedy sequences get the most likely children.
 
     Args:
-      weights: target and draft.
-      config: static settings.
-      state: state before the round.
-      sampling: the request's settings.
       history: tokens so far; its path is ignored.
       allow: changes how children are drawn, as a grammar demands.
     """
@@ -173,11 +169,9 @@ def choose_drawn(
     """Chooses the token after every node: the child that passes the test, or a draw from the rest.
 
     Args:
-      tree: the drawn tree.
       chosen: the target's choices; kept at nodes without children and in greedy sequences.
       logits: logits of the target at every node.
       noise: noise that the target draws with at every node.
-      sampling: the request's settings.
       history: tokens before each choice.
     """
     parents, children = map(jnp.asarray, (tree.groups.parents, tree.groups.children))

@@ -98,7 +98,6 @@ def next_beam(
       beam: the nodes whose children `level` lists.
       level: those children.
       first_index: index of the level's first candidate in the whole list.
-      top_k: W.
 
     Returns:
       The new beam, and the index within the level of each of its nodes.

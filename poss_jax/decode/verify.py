@@ -44,7 +44,6 @@ def accept(tree: Tree, chosen: Int[Array, "B M"], *, max_accepted: int) -> Accep
     The walk takes at most one child per node and `max_accepted` steps, for any tree.
 
     Args:
-      tree: the nodes.
       chosen: the target's choice of next token at every node.
       max_accepted: longest path the tree can hold, root not counted (A = this + 1).
     """

@@ -50,7 +50,7 @@ class Generation:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at the place of one token (see `decode.logprobs.Logprobs`).
+    """Log-probabilities at the place of one token (see `decode.verify.Logprobs`).
 
     Attributes:
       chosen: log-probability of the token.

@@ -90,7 +90,6 @@ class Models:
         """Holds a target; `with_draft` adds a draft.
 
         Args:
-          record: record of the target.
           params: parameters of the target. The engine keeps some of these arrays: do not donate
             them to a function.
           settings, mesh: as in `load`.
@@ -177,8 +176,6 @@ class Models:
         """Returns one of the same target with a draft; shares the target's weights.
 
         Args:
-          record: record of the draft.
-          params: parameters of the draft.
           tuned: trees tuned for it, used unless this engine was given others.
         """
         engine = copy(self)

@@ -62,7 +62,6 @@ class TextStream:
         """Begins a text.
 
         Args:
-          tokenizer: the target's tokenizer.
           stop: strings that end the text.
           anchor: token that the text is decoded after (see `find_anchor`); None decodes it alone.
           shown: special tokens whose names belong to the text.
@@ -78,7 +77,6 @@ class TextStream:
         """Adds a token and returns what may be shown now.
 
         Args:
-          token: its id.
           depth: see `Piece`.
           may_stop: False: look for no stop string, as before `min_tokens`; only for first tokens.
         """
@@ -271,9 +269,7 @@ def check_stop(stop: Sequence[str], tokenizer: Any, max_new_tokens: int) -> None
     """Refuses stop strings that no answer can hold.
 
     Args:
-      stop: the strings.
       tokenizer: tokenizer of the target; None if it has none.
-      max_new_tokens: most tokens of an answer.
 
     Raises:
       UserError: no tokenizer, an empty string, or one longer than the answer's tokens can be.

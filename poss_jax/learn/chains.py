@@ -70,7 +70,6 @@ def unroll_chains(
 
     Args:
       draft: specialists stacked, in the compute dtype.
-      config: its shape.
       inputs: pairs of the target; their features are inner states.
       num_steps: R.
       visit: called once, while tracing.
@@ -122,8 +121,6 @@ def follow(
     Args:
       shared: parameters that all specialists share.
       specialist: parameters of the specialist that serves this step.
-      config: shape of the draft.
-      inputs: pairs of the target.
       index: the step; traced.
       state: prediction of the step before, as fed back; at first the fused target feature.
       streams: keys and values of earlier steps; later entries are ignored.
@@ -188,7 +185,6 @@ def chain_gradients(
       draft: parameters with their own head, specialists stacked.
       head: LM head of the target, in the compute dtype.
       task: configs; `task.draft.trained_depth` is R.
-      data: a batch.
 
     Returns:
       Gradients like `draft`, from the first step with a trained specialist on; loss terms,

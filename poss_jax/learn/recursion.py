@@ -97,12 +97,8 @@ def unroll(
     """Visits depths in order; each reads the features predicted at earlier depths, detached.
 
     Args:
-      config: shape of the draft.
-      inputs: pairs of the target.
       versions: versions from the depth before, or `first_version`.
-      carry: first carry.
       visit: predicts one depth; called once, while tracing.
-      depths: depths to visit.
 
     Returns:
       Versions for the next depth, the last carry, and outputs stacked by depth.
@@ -155,9 +151,6 @@ def predict(
     Args:
       shared: parameters that all specialists share.
       specialist: parameters of the specialist that serves this depth.
-      config: shape of the draft.
-      inputs: pairs of the target.
-      depth: depth to predict.
       block: rows and columns whose scores are in memory at once. Static.
     """
     family = family_of(config)

@@ -43,8 +43,6 @@ def attend_documents(
 
     Args:
       q: queries, in groups that share keys.
-      k: keys.
-      v: values.
       documents: document of every row.
       lag: 0 includes the row itself; may be traced.
       block: rows and columns whose scores are in memory at once. Static.

@@ -63,7 +63,6 @@ def init_cache(
       num_layers: layers, or streams of a draft.
       size: S, rows per sequence.
       rope_length: most positions of a sequence.
-      dtype: dtype of keys and values.
     """
     shape = (len(rope_length), config.num_kv_heads, size, config.head_dim)
     return KVCache(

@@ -69,7 +69,6 @@ def trained_rows(batch: TrainBatch, by: Literal["label", "token"] = "label") -> 
     rows by token  . . 1 1 1 1 . .   token j is of the answer, and not its document's last
 
     Args:
-      batch: rows of text.
       by: `label`: rows that decoding an answer runs; `token`: the reference's rows.
     """
     if by == "token":
@@ -109,8 +108,6 @@ def encode(
 
     Args:
       params: the target, its layers in one tree with a leading axis (one compiled layer).
-      config: its shape.
-      tokens: rows of text.
       documents: document of a token within its row; None: one document per row.
       block: rows and columns whose scores are in memory at once. Static.
       aux_layers: layers whose inputs precede the final hidden state in every row. Static.

@@ -103,8 +103,6 @@ def rope_frequencies(
     """Angle per position of every pair of dimensions, in radians.
 
     Args:
-      rope: the kind of embedding and its numbers.
-      head_dim: width of a head.
       length: most positions each sequence will hold, for a rope that `follows_length`. One number
         per sequence rotates all its keys alike, in any order of computation.
     """
@@ -164,7 +162,6 @@ def rotate(
 
     Args:
       x: queries or keys.
-      positions: position of every row.
       frequencies: angle per position, per sequence or per row; see `rope_frequencies`.
       scale: factor of the result, see `RopeConfig.scale`. Static.
     """
@@ -407,7 +404,6 @@ def fuse_layer(params: Params, config: LlamaConfig, *, parts: Literal["kv", "qkv
 
     Args:
       params: a layer; a fused one is returned unchanged.
-      config: its shape.
       parts: attention projections to join: keys and values, or all three.
     """
     attention = params["attention"]
@@ -450,8 +446,6 @@ def init_layer(layer: DecoderLayer, key: Array, *, width: int | None = None) -> 
     """Draws the parameters of one layer; norms start at one, biases at zero.
 
     Args:
-      layer: its shape.
-      key: random key.
       width: width of its input; None: the hidden size.
     """
     config = layer.config

@@ -63,7 +63,6 @@ def item_shapes(
     """Lists the items of a model in the order of its table: name -> nested dict of shapes.
 
     Args:
-      config: its shape.
       is_quantised: list a quantised target's items, which include the head even if it is tied.
     """
     rows, shapes = list(table_of(config)), _shapes_of_one(config, is_quantised)
@@ -125,7 +124,6 @@ def check_params(config: LlamaConfig, params: Params, dtype: Any) -> None:
 
     Args:
       config: shape of the target; its head may be left out if the embeddings are tied.
-      params: parameters of the target.
       dtype: dtype of all of them.
 
     Raises:

@@ -79,8 +79,6 @@ def draw_specialists(
 
     Args:
       layer: see `Family`.
-      config: shape of the draft.
-      keys: random key of each specialist.
       width: width of their input.
     """
     drawn = layer(replace(config, layer=replace(config.layer, num_layers=_DRAWN_AMONG)))
@@ -98,7 +96,6 @@ def add_layers(draft: Params, config: DraftConfig, key: Array) -> Params:
     Args:
       draft: specialists listed or stacked.
       config: its shape with these layers.
-      key: random key.
     """
     layers = draft.get("further", [])
     if len(layers) >= config.num_further:
@@ -155,8 +152,6 @@ def borrow_from_target(
     """Adds the target's embedding and head to a draft, unless the draft has its own.
 
     Args:
-      draft: its parameters.
-      target: the target's parameters.
       vocabulary: target ids the draft may propose; None: all of them.
     """
     head = draft.get("head", target["head"])

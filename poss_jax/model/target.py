@@ -119,7 +119,6 @@ def insert_layers(layers: list[Params], num_layers: int) -> list[Params]:
     trained (block expansion, LLaMA Pro, arXiv 2401.02415).
 
     Args:
-      layers: layers of the target.
       num_layers: number to return, at least the present number.
     """
     sources = [index * len(layers) // num_layers for index in range(num_layers)]
@@ -138,8 +137,6 @@ def fuse_target(
     Empties the list on the way, so that at most one layer is held twice.
 
     Args:
-      params: the target.
-      config: its shape.
       put: moves fused parameters to their devices.
     """
     layers, remaining = [], params["layers"]
@@ -197,8 +194,6 @@ def begin_prefill(
     """Makes the state before the first chunk.
 
     Args:
-      params: the target.
-      config: its shape.
       cache: empty.
       aux_layers: layers whose inputs are the features; empty: the final hidden state. Static.
       carry: first carry of `visit`.
@@ -223,8 +218,6 @@ def run_chunks(
     """Runs some chunks of prompts, padded on the right, through the target and commits them.
 
     Args:
-      params: the target.
-      config: its shape.
       prefill: all chunks before; its cache has at least P rows, rounded up to chunks.
       tokens: prompts, padded with any token.
       lengths: tokens of each prompt, at least 1.
@@ -272,8 +265,6 @@ def verify(
     """Scores all nodes of a tree in one pass.
 
     Args:
-      params: the target.
-      config: its shape.
       cache: everything before the root, the next token to be committed.
       tokens: the nodes, root first.
       depths: distance of each node from the root.

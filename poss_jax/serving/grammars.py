@@ -18,7 +18,6 @@ def read_grammar(body: CommonRequest, of_calls: Grammar | None) -> Grammar | Non
     """Reads what the answer of a request must match; None: any text.
 
     Args:
-      body: the request.
       of_calls: what its tools demand, with which it has no other field.
 
     Raises:

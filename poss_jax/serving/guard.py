@@ -53,7 +53,6 @@ class Guard:
 
         Args:
           api_key: key that requests to the API must carry; None: they need none.
-          max_body_bytes: largest body.
           max_requests: most requests to the API at once; None: any number.
           allowed_hosts: names allowed in the header Host without a key, besides localhost and
             addresses; `*` allows all.
