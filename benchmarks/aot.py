@@ -149,10 +149,9 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         batch=config.batch_size,
         context=config.context,
         draft_vocabulary=num_tokens,
+        **dict.fromkeys(("target_bytes", "specialist_bytes"), 1 if kind else dtype.itemsize),
+        **dict.fromkeys(("draft_bytes", "cache_bytes"), dtype.itemsize),
     )
-    work = costs.stored_in(work, dtype.itemsize)
-    if kind:
-        work = replace(work, target_bytes=1, specialist_bytes=1)
     return Plan(weights, decode, _request(config, decode, mesh), mesh, work)
 
 

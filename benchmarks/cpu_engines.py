@@ -22,7 +22,6 @@ programs differ, so their lengths may, too. Prints a table, and as its last line
 import importlib
 import json
 import logging
-import os
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.options import add_numbers, make_parser
+from benchmarks.options import add_numbers, make_parser, resident_bytes
 from infer.bench.rates import count_cores
 from infer.bench.report import show_report
 from poss_jax.bundled.default import default_drafts, default_target, find_gguf
@@ -224,20 +223,15 @@ def load_peers(
     """
     loaded, megabytes = {}, {}
     for name, peer in peers.items():
-        initial_megabytes = _resident_megabytes()
+        initial_bytes = resident_bytes()
         try:
             loaded[name] = peer.load()
         except ImportError as error:
             _LOG.warning("%s is left out: %s", name, error)
             continue
         loaded[name](prompt, 8)
-        megabytes[name] = _resident_megabytes() - initial_megabytes
+        megabytes[name] = (resident_bytes() - initial_bytes) / 1e6
     return loaded, megabytes
-
-
-def _resident_megabytes() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ def read_schemas() -> list[tuple[str, Schema]]:
     """Kind and content of 200 JSON schemas such as clients send, eight of each kind."""
     lines = Path(__file__).with_name("schemas.jsonl").read_text().splitlines()
     return [(row["kind"], row["schema"]) for row in map(json.loads, lines)]
+
+
+def resident_bytes(process: int | str = "self") -> float:
+    """Resident memory of a process, NaN if the system does not say."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except (OSError, ValueError):
+        return float("nan")
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def make_parser(doc: str | None) -> Parser:

@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import re
 import subprocess
 import threading
@@ -28,13 +27,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from benchmarks.options import Schema, make_parser, read_schemas
+from benchmarks.options import Schema, make_parser, read_schemas, resident_bytes
 from benchmarks.python_models import python_model
 from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
@@ -172,7 +170,7 @@ async def run_load(
     """Streams from many clients; every third request of each leaves halfway."""
     began, answers, wrong, lost = time.monotonic(), [], 0, 0
     end = began + seconds
-    memory = [resident_mib(pid)]
+    memory = [resident_bytes(pid)]
 
     async def run_client(index: int, client: httpx.AsyncClient) -> None:
         nonlocal wrong, lost
@@ -194,7 +192,7 @@ async def run_load(
             while time.monotonic() < end:
                 await asyncio.sleep(1)
                 bar.update()
-                memory.append(resident_mib(pid))
+                memory.append(resident_bytes(pid))
         await asyncio.gather(*clients)
         elapsed = time.monotonic() - began  # with the answers that were begun in time
         freed = await measure_freeing(client, cases, num_clients)
@@ -208,7 +206,10 @@ async def run_load(
         "duplicated": len(answers) - len({name for answer in answers for name in answer.ids}),
         "cached_tokens": cached,
         "freed_milliseconds": freed,
-        "memory_mib": {"after_10_s": memory[min(10, len(memory) - 1)], "at_the_end": memory[-1]},
+        "memory_mib": {
+            "after_10_s": memory[min(10, len(memory) - 1)] / 2**20,
+            "at_the_end": memory[-1] / 2**20,
+        },
     }
 
 
@@ -312,15 +313,6 @@ def measure_throughput(
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Median and 99th percentile."""
     return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
-
-
-def resident_mib(pid: int) -> float:
-    """Resident memory of a process, NaN if the system does not say."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, ValueError):
-        return float("nan")
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -96,13 +96,6 @@ class Workload:
         return StaticShape(self.target, self.draft, self.tree, rows=0, lookup=self.lookup)
 
 
-def stored_in(work: Workload, each: float) -> Workload:
-    """The same method with every number stored in `each` bytes."""
-    return replace(
-        work, target_bytes=each, specialist_bytes=each, draft_bytes=each, cache_bytes=each
-    )
-
-
 def describe_workload(
     weights: Weights, config: StaticShape, *, batch: int, context: int
 ) -> Workload:
