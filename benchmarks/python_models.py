@@ -17,9 +17,9 @@ from flax.traverse_util import unflatten_dict
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from poss_jax.checkpoint.folder import copy_tokenizer, write_model
-from poss_jax.checkpoint.items import load_item
+from poss_jax.checkpoint.folder import load_item
 from poss_jax.checkpoint.record import ModelRecord, read_record
+from poss_jax.checkpoint.writing import copy_tokenizer, write_model
 from poss_jax.config.reading import build_config
 from poss_jax.model.parameters import flatten_item
 from poss_jax.program.running import Parser, run_program

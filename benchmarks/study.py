@@ -40,8 +40,9 @@ from infer.bench.journal import Answer, Cell
 from infer.bench.report import show_report
 from infer.bench.statistics import compare, compare_seeds, estimate_mean
 from infer.bench.summary import make_grid
-from poss_jax.checkpoint.folder import load_draft, write_model
+from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import new_record, provenance, read_record
+from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import STRICT, TreeConfig
 from poss_jax.config.numbers import Seed

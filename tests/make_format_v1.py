@@ -16,8 +16,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from poss_jax.checkpoint.folder import write_model
-from poss_jax.checkpoint.record import new_record, provenance, target_identity
+from poss_jax.checkpoint.record import new_record, provenance
+from poss_jax.checkpoint.writing import target_identity, write_model
 from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
 from poss_jax.data.tokenizer import train_tokenizer

@@ -15,8 +15,9 @@ import yaml
 from filelock import FileLock
 
 from infer.generate import main as generate_main
-from poss_jax.checkpoint.folder import load_draft, load_target, write_model
+from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import split_items
 from poss_jax.model.specialists import extend_specialists

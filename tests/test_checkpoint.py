@@ -14,14 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 from models import IDENTITY, assert_same, tiny_llama
 
-from poss_jax.checkpoint.folder import load_draft, load_target, read_draft, write_model
-from poss_jax.checkpoint.record import (
-    new_record,
-    provenance,
-    read_record,
-    target_identity,
-    tokenizer_hashes,
-)
+from poss_jax.checkpoint.folder import load_draft, load_target, read_draft
+from poss_jax.checkpoint.record import new_record, provenance, read_record, tokenizer_hashes
+from poss_jax.checkpoint.writing import target_identity, write_model
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import (

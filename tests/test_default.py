@@ -18,8 +18,8 @@ from infer.bench import compare
 from infer.bench.measure import with_default_models
 from infer.generate import main as generate
 from poss_jax.bundled import default
-from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.writing import verify_model
 from poss_jax.config.bench import AheadConfig, BenchConfig, MethodConfig
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.reading import UserError

@@ -19,8 +19,9 @@ from infer.bench.by_depth import (
     lay_out,
     study,
 )
-from poss_jax.checkpoint.folder import load_draft, load_target, write_model
-from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.checkpoint.folder import load_draft, load_target
+from poss_jax.checkpoint.record import new_record
+from poss_jax.checkpoint.writing import target_identity, write_model
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.training import ObjectiveConfig

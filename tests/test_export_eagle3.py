@@ -15,9 +15,9 @@ from golden import ROOT_E3, Golden, load_golden, read_tensors
 from models import assert_same, random_draft
 from test_export import assert_same_model, read_folder
 
-from poss_jax.checkpoint.folder import write_model
-from poss_jax.checkpoint.items import load_item
+from poss_jax.checkpoint.folder import load_item
 from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.models import RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.export import plan_export

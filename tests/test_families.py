@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from models import IDENTITY, random_draft, random_target, random_tokens, stacked, tiny_llama
 from oracle import greedy_request
 
-from poss_jax.checkpoint.folder import load_draft, write_model
+from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import ObjectiveConfig

@@ -7,8 +7,9 @@ import pytest
 from make_format_v1 import DRAFT, PROMPT, TARGET, TREE, params_of
 from models import assert_same
 
-from poss_jax.checkpoint.folder import load_draft, load_target, verify_model
+from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.writing import verify_model
 from poss_jax.config.decoding import EngineConfig
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.engine import Engine

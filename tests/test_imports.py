@@ -93,7 +93,7 @@ def test_benchmarks_start_children_with_child_python():
         ("poss_jax/data/rows.py", "from poss_jax.model.layers import linear"),
         ("poss_jax/model/cache.py", "import poss_jax; f = poss_jax.Engine"),
         ("poss_jax/decode/speculate.py", "from poss_jax import checkpoint"),
-        ("poss_jax/checkpoint/items.py", "def f():\n  from poss_jax.convert import llama"),
+        ("poss_jax/checkpoint/folder.py", "def f():\n  from poss_jax.convert import llama"),
         ("poss_jax/model/cache.py", "from poss_jax import Engine"),
         ("poss_jax/engine.py", "import train.main"),
         ("poss_jax/model/layers.py", "from flax import nnx"),

@@ -16,11 +16,11 @@ from convert_sources import convert_tiny
 from etils import epath
 from models import random_target, tiny_llama
 
-from poss_jax.checkpoint import items as items_module
-from poss_jax.checkpoint.folder import load_target, verify_model, write_model
-from poss_jax.checkpoint.items import load_item
-from poss_jax.checkpoint.record import new_record, read_record, target_identity
+from poss_jax.checkpoint import folder as folder_module
+from poss_jax.checkpoint.folder import load_item, load_target
+from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.checkpoint.sums import hash_item, hash_values
+from poss_jax.checkpoint.writing import target_identity, verify_model, write_model
 from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import split_items
 
@@ -98,7 +98,7 @@ def test_what_may_not_be_read_is_not_damage(model, monkeypatch, error, number):
     def fail(_):
         raise error
 
-    monkeypatch.setattr(items_module, "_open_arrays", fail)
+    monkeypatch.setattr(folder_module, "_open_arrays", fail)
     with pytest.raises(OSError, match="embed") as caught:
         load_item(model, read_record(model), "embed")
     assert caught.value.errno == number
@@ -107,7 +107,7 @@ def test_what_may_not_be_read_is_not_damage(model, monkeypatch, error, number):
 def test_unreadable_uri_names_network_and_credentials():
     with (
         pytest.raises(UserError, match=r"b/embed cannot be read \(gone\); check network and cred"),
-        items_module._explained(epath.Path("gs://b/embed")),
+        folder_module._explained(epath.Path("gs://b/embed")),
     ):
         raise ValueError("gone")
 

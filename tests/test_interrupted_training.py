@@ -16,7 +16,8 @@ import yaml
 from programs import POSS2, STEPS, Runs, config_file, metrics, refusal, weights
 from self_killing import ROOT, run_until
 
-from poss_jax.checkpoint.folder import load_target, write_model
+from poss_jax.checkpoint.folder import load_target
+from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.rows import rows_at

@@ -11,8 +11,8 @@ import pytest
 from convert_sources import run, target_tensors, write_source
 from self_killing import ROOT, run_until
 
-from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.whole import refuse_irreplaceable, whole_folder, write_file
+from poss_jax.checkpoint.writing import verify_model
 from poss_jax.config.reading import UserError
 
 

@@ -26,8 +26,9 @@ from serving import serving
 from test_eagle3_variants import STEPS, T, draft_chains, train_chains
 
 from benchmarks.python_models import python_model
-from poss_jax.checkpoint.folder import load_draft, write_model
+from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import RopeConfig, TreeConfig
 from poss_jax.engine.engine import Engine

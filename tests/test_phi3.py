@@ -26,8 +26,9 @@ from oracle import greedy_request
 from test_export import assert_same, assert_same_model, read_folder
 from test_hf_config import TARGETS
 
-from poss_jax.checkpoint.folder import load_target, write_model
-from poss_jax.checkpoint.record import new_record, read_record, target_identity
+from poss_jax.checkpoint.folder import load_target
+from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.checkpoint.writing import target_identity, write_model
 from poss_jax.config.models import DraftConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig

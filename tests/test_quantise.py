@@ -29,8 +29,9 @@ from programs import DRAFT, Runs, config_file, copy_model, generate, refusal, su
 from infer.bench.measure import load_decoders
 from infer.generate import main as generate_main
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
-from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target, verify_model
+from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target
 from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.writing import verify_model
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, MeshConfig

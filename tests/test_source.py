@@ -6,9 +6,9 @@ from convert_sources import run, target_tensors, write_source
 from tokenizers import Tokenizer, models
 
 from poss_jax.checkpoint import sums, torch_io
-from poss_jax.checkpoint.folder import copy_tokenizer
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.sums import write_sums
+from poss_jax.checkpoint.writing import copy_tokenizer
 from poss_jax.config.reading import UserError
 from poss_jax.convert.plan import is_finite
 from poss_jax.convert.source import open_tensors

@@ -13,8 +13,9 @@ import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 from programs import DRAFT, Runs, config_file, generate, metrics, weights
 
-from poss_jax.checkpoint.folder import load_draft, write_model
+from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.learn.chains import has_prediction, place_predictions, unroll_chains

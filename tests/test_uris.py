@@ -32,9 +32,9 @@ from programs import (
 from self_killing import ROOT
 
 from infer.generate import main as generate_main
-from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.whole import sole_writer, whole_folder
+from poss_jax.checkpoint.writing import verify_model
 from poss_jax.config import paths
 from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import absolute, as_path, copy_files, is_uri, local_path, real_path

@@ -18,8 +18,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from poss_jax.checkpoint.folder import write_model
 from poss_jax.checkpoint.record import ModelRecord
+from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError, cut

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from poss_jax.checkpoint.items import load_item
+from poss_jax.checkpoint.folder import load_item
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.whole import hold_lock
 from poss_jax.config.models import DraftConfig

@@ -25,8 +25,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 from tqdm import tqdm
 
-from poss_jax.checkpoint.items import failed_write
 from poss_jax.checkpoint.whole import write_file
+from poss_jax.checkpoint.writing import failed_write
 from poss_jax.config.paths import AnyPath, absolute, file_size, is_uri, read_text
 from poss_jax.config.reading import UserError, is_out_of_memory
 from poss_jax.config.training import TrainConfig

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from poss_jax.checkpoint.folder import copy_tokenizer, load_target, read_dense
-from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.checkpoint.folder import load_target, read_dense
+from poss_jax.checkpoint.record import new_record
+from poss_jax.checkpoint.writing import copy_tokenizer, target_identity
 from poss_jax.config.paths import AnyPath, as_path, uploaded
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig

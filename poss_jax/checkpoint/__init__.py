@@ -2,8 +2,8 @@
 
 record.py      contents of model.json: config, target identity, provenance; draft vocabularies
 sums.py        checksums of arrays and of files
-folder.py      writing a model, loading it to the device, verifying it
-items.py       a part of the weights, through Orbax
+folder.py      reading: records, and weights to the device, item by item
+writing.py     writing a model through Orbax, and verifying it
 whole.py       folders and files written whole, by one process at a time
 torch_io.py    PyTorch's `.bin` files; the only file that imports torch
 """

@@ -1,88 +1,33 @@
-"""Model folders: written atomically, loaded to the device item by item, verified."""
+"""Model folders: their records are read, and their weights loaded to the device item by item."""
 
-import json
-import shutil
-from collections.abc import Iterable
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import tensorstore as ts
+from flax.traverse_util import unflatten_dict
 
-from poss_jax.checkpoint.items import ShardingFor, load_item, write_item
-from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, read_record
-from poss_jax.checkpoint.sums import SUMS_FILE, check_file, hash_item, read_sums, write_sums
-from poss_jax.checkpoint.whole import whole_folder
-from poss_jax.config.json_reading import check_own_file
+from poss_jax.checkpoint.record import ModelRecord, check_fit, read_record
 from poss_jax.config.models import DraftConfig, Quantisation
-from poss_jax.config.paths import AnyPath, as_path, local_files
-from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.model.parameters import join_items
-from poss_jax.model.quantise import KINDS, pack, quantise_items
+from poss_jax.config.paths import AnyPath, is_uri, real_path
+from poss_jax.config.reading import UserError, is_out_of_memory, one_line
+from poss_jax.model.parameters import flatten_item, join_items
+from poss_jax.model.quantise import KINDS, pack, quantise_items, weight_path
 from poss_jax.shapes import Params
 
+# Errors that say nothing about the data: no permission, or a failing disk or server.
+_NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
-def write_model(
-    folder: str | AnyPath,
-    record: ModelRecord,
-    items: Iterable[tuple[str, Params]],
-    *,
-    tokenizer_from: AnyPath | None,
-) -> ModelRecord:
-    """Writes a model folder atomically.
-
-    Items are taken one at a time and written to a temporary sibling, renamed at the end. SHA256SUMS
-    covers model.json and the tokenizer's files; model.json covers the weights.
-
-    Args:
-      items: (name, nested dict of arrays) of every item of the model, in any order.
-      tokenizer_from: folder whose tokenizer files are copied; None: no tokenizer.
-
-    Returns:
-      The record as written, with the checksums of the weights.
-
-    Raises:
-      UserError: the folder is not empty or cannot be written, or an item does not fit the config.
-    """
-    with whole_folder(folder) as partial:
-        sums = _write_items(partial, record.items, items)
-        record = replace(record, weights_sha256=sums)
-        if tokenizer_from is not None:
-            copy_tokenizer(tokenizer_from, partial)
-        (partial / "model.json").write_text(json.dumps(config_to_dict(record), indent=2) + "\n")
-        write_sums(partial, [path.name for path in partial.iterdir() if path.is_file()])
-    return record
-
-
-def _write_items(
-    partial: Path, shapes: dict[str, Params], items: Iterable[tuple[str, Params]]
-) -> dict[str, str]:
-    sums: dict[str, str] = {}
-    for name, tree in items:
-        sums[name] = write_item(partial, name, tree, shapes.get(name, {}))
-        del tree  # freed before the next item is made
-    missing = sorted(shapes.keys() - sums.keys())
-    if missing:
-        raise UserError(f"model has no items {', '.join(missing)}; give every item")
-    return sums
-
-
-def copy_tokenizer(source: AnyPath, folder: Path) -> None:
-    """Copies the tokenizer's files, if there are any.
-
-    Raises:
-      UserError: what `check_own_file` refuses.
-    """
-    with local_files(source, TOKENIZER_FILES) as local:
-        for name in TOKENIZER_FILES:
-            check_own_file(local / name)
-            if (local / name).is_file():
-                shutil.copyfile(local / name, folder / name)
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading
+ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+"""(key path such as `layers/0/attention/q/weight`, shape) -> sharding of the array."""
 
 
 def read_target(folder: str | AnyPath) -> ModelRecord:
@@ -205,38 +150,6 @@ def load_draft(
     return record, _load_params(folder, record, dtype, sharding, record.items)
 
 
-def verify_model(folder: str | AnyPath) -> ModelRecord:
-    """Compares every file and every array of a model folder with its checksum.
-
-    Loading does not, since it would read a large model twice.
-
-    Returns:
-      The record in `model.json`.
-
-    Raises:
-      UserError: names the first file or item that is missing, unreadable or changed, or says that
-        the folder is too old to have checksums.
-    """
-    folder = as_path(folder)
-    record = read_record(folder)
-    names = record.items
-    sums, weights = read_sums(folder), record.weights_sha256 or {}
-    if "model.json" not in sums or weights.keys() != names.keys():
-        raise UserError(
-            f"{folder} has no complete checksums ({SUMS_FILE} about model.json, and there "
-            "weights_sha256 about every item); convert the model again"
-        )
-    for name, want in sums.items():
-        check_file(folder / name, want)
-    for name in names:
-        if hash_item(load_item(folder, record, name)) != weights[name]:
-            raise UserError(
-                f"{folder}: the weights of item {name} are not those that were written; "
-                "copy or convert the model again"
-            )
-    return record
-
-
 def read_family(folder: str | AnyPath, family: str) -> ModelRecord:
     """Reads the record of a target's or a draft's folder; refuses the other family."""
     record = read_record(folder, family)
@@ -259,3 +172,153 @@ def _load_params(
         is_tied = record.llama.tie_embeddings
         items = quantise_items(items, quantise, dtype=dtype, is_tied=is_tied)
     return join_items((name, pack(item)) for name, item in items)
+
+
+# --------------------------------------------------------------------------------------------------
+# Items: a part of the weights, read on its own
+
+
+def system_code(error: Exception) -> int | None:
+    """Finds the system's error code; array I/O has it in the message only."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    code = _OS_ERROR.search(str(error))
+    return int(code[1]) if code else None
+
+
+def check_item(origin: str, arrays: Params, shapes: Params) -> None:
+    """Compares arrays (or anything with a shape) with the table."""
+    got = {"/".join(path): tuple(array.shape) for path, array in flatten_item(arrays).items()}
+    want = {"/".join(path): shape for path, shape in flatten_item(shapes).items()}
+    wrong = sorted(key for key in got.keys() | want.keys() if got.get(key) != want.get(key))
+    if wrong:
+        listed = ", ".join(f"{key} want {want.get(key)} got {got.get(key)}" for key in wrong)
+        raise UserError(f"{origin} does not fit the config: {listed}; convert the model again")
+
+
+def load_item(
+    folder: str | AnyPath,
+    record: ModelRecord,
+    name: str,
+    dtype: Any = None,
+    *,
+    sharding: jax.sharding.Sharding | ShardingFor | None = None,
+) -> Params:
+    """Loads one item of a model as it is stored; `parameters.py` lists names and key paths.
+
+    Each device reads and casts its own part of an array; the host holds about one item more than
+    the result.
+
+    Args:
+      dtype: dtype of every array except quantised weights; None keeps the stored one.
+      sharding: sharding of every array, or a function that gives it; None: the default device.
+
+    Raises:
+      UserError: the item is missing, damaged, or does not match the config, or an array cannot be
+        sharded as requested.
+    """
+    sharding = sharding or jnp.zeros(()).sharding
+    arrays = flatten_item(_open_item(folder, record, name))
+    layouts = {
+        path: _layout("/".join((name, *path)), array, dtype, sharding)
+        for path, array in arrays.items()
+    }
+    with _explained(_item_path(folder, name)):
+        finish = {path: _begin_read(array, layouts[path]) for path, array in arrays.items()}
+        return unflatten_dict({path: done() for path, done in finish.items()})
+
+
+def _begin_read(stored: ts.TensorStore, layout: jax.ShapeDtypeStruct) -> Callable[[], jax.Array]:
+    """Begins to read the parts of an array that this process holds; the result waits for them."""
+    indices = layout.sharding.addressable_devices_indices_map(layout.shape).values()
+    cast = ts.cast(stored, layout.dtype)
+    parts = {key: cast[index].read() for key, index in {str(i): i for i in indices}.items()}
+
+    def finish() -> jax.Array:
+        return jax.make_array_from_callback(
+            layout.shape, layout.sharding, lambda index: parts[str(index)].result()
+        )
+
+    return finish
+
+
+def _layout(
+    path: str, array: Any, dtype: Any, sharding: jax.sharding.Sharding | ShardingFor
+) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of an array in memory."""
+    if not isinstance(sharding, jax.sharding.Sharding):
+        sharding = sharding(path, array.shape)
+    try:
+        sharding.shard_shape(array.shape)
+    except ValueError as error:
+        reason = one_line(error)
+        raise UserError(f"{path} {list(array.shape)} cannot be sharded: {reason}") from error
+    is_quantised = weight_path(path) != path
+    kept = array.dtype.numpy_dtype if is_quantised or dtype is None else dtype
+    return jax.ShapeDtypeStruct(array.shape, kept, sharding=sharding)
+
+
+def describe_item(folder: str | AnyPath, record: ModelRecord, name: str) -> Params:
+    """Reads one item's shapes and types, as `jax.ShapeDtypeStruct`, without its weights.
+
+    Raises:
+      UserError: the item is missing, damaged, or does not match the config.
+    """
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype),
+        _open_item(folder, record, name),
+    )
+
+
+def _open_item(folder: str | AnyPath, record: ModelRecord, name: str) -> Params:
+    """Opens the stored arrays of an item, and compares their shapes with the table."""
+    path = _item_path(folder, name)
+    if not path.is_dir():
+        raise UserError(f"{folder} has no weights item {name}; copy or convert the model again")
+    with _explained(path):
+        item = _open_arrays(path)
+    check_item(str(path), item, record.items[name])
+    return item
+
+
+def _open_arrays(path: AnyPath) -> Params:
+    """Opens the arrays of an item without Orbax, whose work per array takes longer than reading."""
+    store = {"driver": "ocdbt", "base": f"{path if is_uri(path) else f'file://{path}'}/"}
+    keys = ts.KvStore.open(store).result().list().result()
+    names = [key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray")]
+    if not names:
+        raise ValueError("it has no arrays")
+    settings = {"driver": "zarr", "fill_missing_data_reads": False}
+    opened = [ts.open(settings | {"kvstore": store | {"path": f"{name}/"}}) for name in names]
+    return unflatten_dict(
+        {tuple(name.split(".")): array.result() for name, array in zip(names, opened, strict=True)}
+    )
+
+
+def _item_path(folder: str | AnyPath, name: str) -> AnyPath:
+    path = real_path(folder) / "weights" / name
+    if is_uri(path) and not str(path).startswith("gs://"):
+        raise UserError(f"{folder}: weights are read from gs:// or from this machine; copy it here")
+    return path
+
+
+@contextmanager
+def _explained(path: AnyPath) -> Iterator[None]:
+    """Turns errors about a damaged item into a UserError.
+
+    Errors not about the item are raised unchanged, or as the system's error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        code = system_code(error)
+        if code in _NOT_DAMAGE:
+            raise OSError(code, os.strerror(code), str(path)) from error
+        reason = one_line(str(error).partition(". See full")[0])
+        if is_uri(path):
+            raise UserError(
+                f"{path} cannot be read ({reason}); check network and credentials, or copy it again"
+            ) from error
+        raise UserError(f"{path} is damaged ({reason}); convert the model again") from error

@@ -17,7 +17,6 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from poss_jax.checkpoint.sums import hash_values
 from poss_jax.checkpoint.whole import write_output
 from poss_jax.config import __version__
 from poss_jax.config.json_reading import check_own_file, check_own_tree, read_json
@@ -168,22 +167,6 @@ def new_record(
         tokenizer_sha256=tokenizer,
         chat_template_sha256=chat_template,
         provenance=provenance(),
-    )
-
-
-def target_identity(name: str, revision: str | None, embedding: Any, head: Any) -> TargetIdentity:
-    """Identifies a target by the weights that drafts share.
-
-    Args:
-      embedding: [V, D], in any floating type.
-      head: [V, D], likewise; the embedding itself when they are tied.
-    """
-    embedding_sha256 = hash_values(embedding)
-    return TargetIdentity(
-        name=name,
-        revision=revision,
-        embedding_sha256=embedding_sha256,
-        head_sha256=embedding_sha256 if head is embedding else hash_values(head),
     )
 
 

@@ -88,7 +88,7 @@ def _export(output: AnyPath, *, as_bin: bool, **options: Any) -> None:
 def _convert(command: str, output: AnyPath, **options: Any) -> None:
     """Writes a model folder: a target or a draft."""
     with waiting("importing JAX ..."):
-        from poss_jax.checkpoint.folder import write_model
+        from poss_jax.checkpoint.writing import write_model
         from poss_jax.convert.plan import plan_draft, plan_target
         from poss_jax.model.parameters import count_parameters
     conversion = (plan_target if command == "target" else plan_draft)(**options)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.checkpoint.folder import verify_model
-from poss_jax.checkpoint.items import describe_item
+from poss_jax.checkpoint.folder import describe_item
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, read_record
+from poss_jax.checkpoint.writing import verify_model
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from poss_jax.checkpoint.items import load_item
+from poss_jax.checkpoint.folder import load_item
 from poss_jax.checkpoint.record import (
     ModelRecord,
     check_fit,
     new_record,
     read_draft_vocabulary,
     read_record,
-    target_identity,
     with_vocabulary,
 )
 from poss_jax.checkpoint.sums import cut_values, hash_values
+from poss_jax.checkpoint.writing import target_identity
 from poss_jax.config.models import Quantisation
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError

@@ -20,9 +20,10 @@ from test_features import SHAPE, features_of, open_small, written
 from test_regenerate import LINES, write
 from test_run_folder import config_for, saved_run, start, state_at
 
-from poss_jax.checkpoint.folder import load_target, verify_model, write_model
-from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.checkpoint.folder import load_target
+from poss_jax.checkpoint.record import new_record
 from poss_jax.checkpoint.sums import write_sums
+from poss_jax.checkpoint.writing import target_identity, verify_model, write_model
 from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import split_items
 from train.run_folder import RunFolder

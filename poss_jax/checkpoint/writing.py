@@ -1,0 +1,211 @@
+"""Writing model folders: atomically, with checksums, which `verify_model` compares."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from poss_jax.checkpoint.folder import check_item, load_item, system_code
+from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, TargetIdentity, read_record
+from poss_jax.checkpoint.sums import (
+    SUMS_FILE,
+    check_file,
+    hash_item,
+    hash_values,
+    read_sums,
+    write_sums,
+)
+from poss_jax.checkpoint.whole import whole_folder
+from poss_jax.config.json_reading import check_own_file
+from poss_jax.config.paths import AnyPath, as_path, local_files
+from poss_jax.config.reading import UserError, config_to_dict, one_line
+from poss_jax.model.quantise import unpack
+from poss_jax.shapes import Params
+
+# Most bytes of a piece of a stored array: a device that holds part of an array reads the pieces
+# with that part.
+_CHUNK_BYTES = 64 * 2**20
+
+_ITEM_OVERHEAD_BYTES = 32 * 1024  # metadata of an item
+
+
+def write_model(
+    folder: str | AnyPath,
+    record: ModelRecord,
+    items: Iterable[tuple[str, Params]],
+    *,
+    tokenizer_from: AnyPath | None,
+) -> ModelRecord:
+    """Writes a model folder atomically.
+
+    Items are taken one at a time and written to a temporary sibling, renamed at the end. SHA256SUMS
+    covers model.json and the tokenizer's files; model.json covers the weights.
+
+    Args:
+      items: (name, nested dict of arrays) of every item of the model, in any order.
+      tokenizer_from: folder whose tokenizer files are copied; None: no tokenizer.
+
+    Returns:
+      The record as written, with the checksums of the weights.
+
+    Raises:
+      UserError: the folder is not empty or cannot be written, or an item does not fit the config.
+    """
+    with whole_folder(folder) as partial:
+        sums = _write_items(partial, record.items, items)
+        record = replace(record, weights_sha256=sums)
+        if tokenizer_from is not None:
+            copy_tokenizer(tokenizer_from, partial)
+        (partial / "model.json").write_text(json.dumps(config_to_dict(record), indent=2) + "\n")
+        write_sums(partial, [path.name for path in partial.iterdir() if path.is_file()])
+    return record
+
+
+def _write_items(
+    partial: Path, shapes: dict[str, Params], items: Iterable[tuple[str, Params]]
+) -> dict[str, str]:
+    sums: dict[str, str] = {}
+    for name, tree in items:
+        sums[name] = write_item(partial, name, tree, shapes.get(name, {}))
+        del tree  # freed before the next item is made
+    missing = sorted(shapes.keys() - sums.keys())
+    if missing:
+        raise UserError(f"model has no items {', '.join(missing)}; give every item")
+    return sums
+
+
+def copy_tokenizer(source: AnyPath, folder: Path) -> None:
+    """Copies the tokenizer's files, if there are any.
+
+    Raises:
+      UserError: what `check_own_file` refuses.
+    """
+    with local_files(source, TOKENIZER_FILES) as local:
+        for name in TOKENIZER_FILES:
+            check_own_file(local / name)
+            if (local / name).is_file():
+                shutil.copyfile(local / name, folder / name)
+
+
+def target_identity(name: str, revision: str | None, embedding: Any, head: Any) -> TargetIdentity:
+    """Identifies a target by the weights that drafts share.
+
+    Args:
+      embedding: [V, D], in any floating type.
+      head: [V, D], likewise; the embedding itself when they are tied.
+    """
+    embedding_sha256 = hash_values(embedding)
+    return TargetIdentity(
+        name=name,
+        revision=revision,
+        embedding_sha256=embedding_sha256,
+        head_sha256=embedding_sha256 if head is embedding else hash_values(head),
+    )
+
+
+def verify_model(folder: str | AnyPath) -> ModelRecord:
+    """Compares every file and every array of a model folder with its checksum.
+
+    Loading does not, since it would read a large model twice.
+
+    Returns:
+      The record in `model.json`.
+
+    Raises:
+      UserError: names the first file or item that is missing, unreadable or changed, or says that
+        the folder is too old to have checksums.
+    """
+    folder = as_path(folder)
+    record = read_record(folder)
+    names = record.items
+    sums, weights = read_sums(folder), record.weights_sha256 or {}
+    if "model.json" not in sums or weights.keys() != names.keys():
+        raise UserError(
+            f"{folder} has no complete checksums ({SUMS_FILE} about model.json, and there "
+            "weights_sha256 about every item); convert the model again"
+        )
+    for name, want in sums.items():
+        check_file(folder / name, want)
+    for name in names:
+        if hash_item(load_item(folder, record, name)) != weights[name]:
+            raise UserError(
+                f"{folder}: the weights of item {name} are not those that were written; "
+                "copy or convert the model again"
+            )
+    return record
+
+
+# --------------------------------------------------------------------------------------------------
+# Items, through Orbax
+
+
+def write_item(folder: Path, name: str, item: Params, shapes: Params) -> str:
+    """Writes one item of a model; returns its checksum.
+
+    Raises:
+      UserError: it does not have these shapes.
+      OSError: it cannot be written.
+    """
+    import orbax.checkpoint as ocp
+
+    # NumPy arrays keep this machine's devices out of the item's metadata.
+    arrays = jax.tree.map(np.asarray, unpack(item))
+    check_item(f"item {name}", arrays, shapes)
+    needed = sum(array.nbytes for array in jax.tree.leaves(arrays)) + _ITEM_OVERHEAD_BYTES
+    if shutil.disk_usage(folder).free < needed:  # before each of Orbax's threads fails
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
+    args = ocp.args.PyTreeSave(arrays, save_args=save_args)
+    path = folder / "weights" / name
+    try:
+        with _quiet():
+            _writer().save(path, args=args)
+        (path / "commit_success.txt").unlink(missing_ok=True)  # it names folders of this machine
+    except Exception as error:
+        raise failed_write(error) from error
+    return hash_item(arrays)
+
+
+def failed_write(error: Exception) -> OSError:
+    """Finds the system error behind an Orbax error; a full disk gives a ValueError there."""
+    code = system_code(error)
+    reason = one_line(error) if code is None else os.strerror(code)
+    return OSError(code or errno.EIO, reason)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Orbax from logging an error that it also raises."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@cache
+def _writer() -> Any:
+    """Checkpointer for writing, in this process only."""
+    import orbax.checkpoint as ocp
+
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix="model"
+    )
+    # Weights barely compress, and trying would double the memory.
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
