@@ -1,9 +1,7 @@
 """A first specialist of several layers: its arithmetic, its start, its training and its files."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,7 @@ from models import (
     tiny_llama,
 )
 from plain_chain import check_chains, predict_eagle
-from programs import DRAFT, POSS2, Runs, config_file, generate, metrics, refusal, weights
+from programs import DRAFT, POSS2, Runs, config_file, generate, refusal
 
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import new_record, read_record
@@ -32,7 +30,6 @@ from poss_jax.engine.engine import Engine
 from poss_jax.learn.recursion import DraftInputs
 from poss_jax.model.quantise import Quantised, quantise_target
 from poss_jax.model.specialists import add_layers
-from train import loop
 from train.main import main
 from train.training import open_stage
 
@@ -53,16 +50,8 @@ RUN = POSS2 | {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# Its arithmetic
-
-
 def test_training_and_drafting_equal_a_float64_forward() -> None:
     check_chains(DEEP, predict_eagle, rtol=1e-5, atol=1e-5)
-
-
-# --------------------------------------------------------------------------------------------------
-# Its start
 
 
 def test_further_layers_start_without_a_jump() -> None:
@@ -101,10 +90,6 @@ def test_a_trained_draft_is_deepened(runs: Runs, tmp_path: Path) -> None:
         assert not layer["attention"]["o"]["weight"].any() and layer["mlp"]["up"]["weight"].any()
 
 
-# --------------------------------------------------------------------------------------------------
-# Its training and its files
-
-
 @pytest.fixture(scope="module")
 def trained(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deep")
@@ -123,10 +108,6 @@ def test_every_layer_is_trained_and_the_texts_stay(runs, trained, tmp_path) -> N
     assert [one["text"] for one in deep] == [one["text"] for one in alone]
 
 
-class Crash(Exception):
-    """Stands for a killed process."""
-
-
 def test_a_deep_draft_of_8_bits_writes_the_same_texts() -> None:
     target = quantise_target(random_target(LLAMA), "int8")
     record = new_record(LLAMA, IDENTITY, tokenizer_from=None, quantised="int8")
@@ -140,35 +121,6 @@ def test_a_deep_draft_of_8_bits_writes_the_same_texts() -> None:
         for engine in (alone, deep)
     )
     assert texts == drafted
-
-
-@pytest.mark.slow
-def test_a_crashed_run_ends_like_an_uninterrupted_one(runs, trained, tmp_path, monkeypatch) -> None:
-    config = config_file(runs, tmp_path, RUN, init_draft=runs.model("eagle"))
-    batch_at: Callable[..., Any] = loop.batch_at
-
-    def crash(rows: Any, step: int, *rest: Any) -> Any:
-        if step == 4:
-            raise Crash
-        return batch_at(rows, step, *rest)
-
-    with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr(loop, "batch_at", crash)
-        main(["--config", config])
-    main(["--config", config])
-    assert metrics(tmp_path / "run") == metrics(trained)
-    target = runs.model("target")
-    for got, want in zip(weights(tmp_path / "run", target), weights(trained, target), strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
-def test_inspection_tells_of_the_layers(trained, capsys) -> None:
-    convert(["inspect", str(trained / "model")])
-    assert "draft of 2 specialists, the first of 3 layers," in capsys.readouterr().out
-
-
-# --------------------------------------------------------------------------------------------------
-# What it refuses
 
 
 @pytest.mark.parametrize(

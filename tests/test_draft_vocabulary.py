@@ -3,17 +3,14 @@
 import json
 from copy import copy
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import METHODS, METHODS_E3, Golden, load_golden
-from models import random_draft, random_target, tiny_llama
-from oracle import Shape, greedy_request
+from golden import METHODS_E3, load_golden
+from models import tiny_llama
+from oracle import Shape
 from programs import (
     DRAFT,
     TARGET,
@@ -39,20 +36,13 @@ from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.rows import Rows
-from poss_jax.decode import speculate
-from poss_jax.decode.state import Request, StaticShape, Weights
 from poss_jax.engine.engine import Engine
-from poss_jax.model.specialists import borrow_from_target
 from train.draft_vocab import main
 from train.training import open_stage
 from train.vocabulary import choose_tokens, count_trained, coverage_of, size_for_coverage
 
 LLAMA = tiny_llama()
 TREE = TreeConfig(depth=3, top_k=3, total_tokens=12)
-
-
-# --------------------------------------------------------------------------------------------------
-# Counting and choosing
 
 
 def test_tokens_that_are_trained_on_are_counted() -> None:
@@ -122,10 +112,6 @@ def test_what_is_refused(values: dict[str, Any], error: str, tmp_path: Path) -> 
     with pytest.raises(UserError, match=error) as caught:
         read_draft_vocabulary(path, 9)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-# --------------------------------------------------------------------------------------------------
-# The program
 
 
 def count(runs: Runs, folder: Path, *arguments: str) -> list[str]:
@@ -224,94 +210,27 @@ def test_refusals_of_programs(runs: Runs, tmp_path: Path) -> None:
     assert error in refusal(bench, *given, "--draft", f"E={draft}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Decoding
-
-
 SUBSET = np.flatnonzero(np.arange(LLAMA.vocab_size) % 6 != 2)  # 51 of 61
 
 
-@cache
-def shape_of(spans: tuple[int, ...], is_sampled: bool) -> Shape:
-    """One compiled program for all tests of a worker."""
-    config = DraftConfig(layer=LLAMA, positions_per_specialist=spans)
-    return Shape(LLAMA, config, TREE, 3, is_sampled=is_sampled, vocabulary=SUBSET.tolist())
+@pytest.fixture(scope="module")
+def shape() -> Shape:
+    config = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
+    return Shape(LLAMA, config, TREE, 3, is_sampled=True, vocabulary=SUBSET.tolist())
 
 
-@pytest.mark.parametrize(
-    ("spans", "is_sampled"),
-    [
-        pytest.param((1,), False, id="eagle-greedy", marks=pytest.mark.slow),
-        pytest.param((1,), True, id="eagle-sampled", marks=pytest.mark.slow),
-        pytest.param((1, 2), False, id="poss-greedy", marks=pytest.mark.slow),
-        pytest.param((1, 2), True, id="poss-sampled"),
-    ],
-)
-def test_speculative_equals_autoregressive(spans: tuple[int, ...], is_sampled: bool) -> None:
-    shape_of(spans, is_sampled).check_pairs()
+def test_speculative_equals_autoregressive(shape: Shape) -> None:
+    shape.check_pairs()
 
 
-OWN_HEAD = DraftConfig(
-    layer=replace(LLAMA, num_layers=1), family="eagle3", kv="shared", aux_layers=(0, 1), head_size=6
-)
-
-
-@pytest.mark.parametrize("config", [DraftConfig(layer=LLAMA), OWN_HEAD], ids=["eagle", "eagle3"])
-def test_target_ids_are_proposed(config: DraftConfig) -> None:
-    target, params = random_target(LLAMA), random_draft(config)
-    vocabulary = [3, 7, 11, 13, 20, 41]
-    weights = Weights(
-        target, borrow_from_target(params, target, jnp.asarray(vocabulary, jnp.int32))
-    )
-    assert (weights.draft["head"] is params.get("head")) == (config is OWN_HEAD)
-    decode = StaticShape(LLAMA, config, TreeConfig(depth=3, top_k=4, total_tokens=20), 64)
-
-    @jax.jit
-    def draft(weights: Weights, request: Request) -> Any:
-        state = speculate.start(weights, decode, request)
-        return speculate.draft_tree(weights, decode, request, state, None)
-
-    drafted = draft(weights, greedy_request([5, 6, 7, 8], limit=20))
-    assert set(np.array(drafted.tokens[0, 1:]).tolist()) <= set(vocabulary)
-
-
-def test_ids_off_by_one_are_noticed() -> None:
-    shape = copy(shape_of((1, 2), True))
+def test_ids_off_by_one_are_noticed(shape: Shape) -> None:
+    shape = copy(shape)
     right, shape.lengths_seen = shape._draft_ids, set()
     shape._draft_ids = lambda tokens: np.where(
         right(tokens) < 0, -1, (right(tokens) + 1) % len(SUBSET)
     )
     with pytest.raises(AssertionError):
         shape.check_pairs()
-
-
-@pytest.fixture(scope="module", params=METHODS)
-def golden(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Golden:
-    return load_golden(tmp_path_factory.getbasetemp() / "golden", request.param)
-
-
-@pytest.mark.slow
-def test_acceptance_of_trained_drafts(golden: Golden) -> None:
-    """Half of the bytes serve as well as all; ids off by one are almost never accepted."""
-    engine = Engine(golden.target_record, golden.target, EngineConfig(tree=TREE))
-    prompts = [case["prompt"] for case in golden.recorded("generate")["cases"][:3]]
-    call: dict[str, Any] = {"max_new_tokens": 64, "batch_size": 3}
-    alone = engine.generate(prompts, **call)
-    counts = np.bincount(np.concatenate([one.output_ids for one in alone]), minlength=260)
-    chosen = choose_tokens(counts, 130)
-    lengths = []
-    for ids in (np.arange(260), chosen, (chosen + 1) % 260):
-        record = with_vocabulary(golden.draft_record, ids.tolist(), origin="x")
-        drafted = engine.with_draft(record, golden.draft)
-        if len(ids) == 130:
-            rows = golden.target["head"]["weight"][chosen]
-            drafted.weights.draft["head"] = {"weight": rows}
-            assert drafted.weights.draft["vocabulary"].tolist() == ids.tolist()
-        answers = drafted.generate(prompts, **call)
-        assert [one.output_ids for one in answers] == [one.output_ids for one in alone]
-        lengths.append(np.mean([one.mean_acceptance_length for one in answers]))
-    full, half, shifted = lengths
-    assert full > 3 and abs(half - full) < 0.05 * full and shifted < 1.5
 
 
 def test_a_draft_with_its_own_head_keeps_its_vocabulary(tmp_path: Path) -> None:

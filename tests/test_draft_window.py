@@ -1,7 +1,5 @@
 """Drafts that attend the newest rows only: what they see, and texts that stay the target's own."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +17,6 @@ from poss_jax.engine.engine import Engine
 from poss_jax.model.cache import attend_cached, newest_rows
 
 LLAMA = tiny_llama()
-DRAFTS = {
-    "eagle": DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2)),
-    "deep": DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), layers_per_specialist=(3, 1)),
-    "eagle3": DraftConfig(layer=LLAMA, family="eagle3", kv="shared", aux_layers=(0, 1)),
-}
-TREE = TreeConfig(depth=3, top_k=3, total_tokens=12)
 
 
 def test_newest_rows_drawn():
@@ -55,12 +47,13 @@ def test_a_window_leaves_out_the_rows_between(window):
     np.testing.assert_allclose(got, want, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "name", ["deep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle3"))]
-)
-def test_speculative_equals_autoregressive(name):
-    draft = replace(DRAFTS[name], window=5)
-    Shape(LLAMA, draft, TREE, 3, is_sampled=True).check_pairs(10)
+def test_speculative_equals_autoregressive():
+    """EAGLE-3 has a window in test_eagle3.py."""
+    draft = DraftConfig(
+        layer=LLAMA, positions_per_specialist=(1, 2), layers_per_specialist=(3, 1), window=5
+    )
+    tree = TreeConfig(depth=3, top_k=3, total_tokens=12)
+    Shape(LLAMA, draft, tree, 3, is_sampled=True).check_pairs(10)
 
 
 def test_an_engine_with_a_window_writes_the_same_text():
