@@ -1,6 +1,7 @@
 """Answers of a benchmark made up by hand, and the report of them."""
 
 from collections import Counter
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from programs import write_lines
 
 from infer.bench.journal import Answer, Cell, Key, Turn
 from infer.bench.phases import phases_to_round
-from infer.bench.summary import make_grid, summarise_group
+from infer.bench.summary import Grid, make_grid, summarise_group
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import config_to_dict
 
@@ -60,13 +61,16 @@ def made_up_answers() -> list[Answer]:
     ]
 
 
+def grids_of(answers: Iterable[Answer], *, repeats: int, num_questions: int) -> dict[str, Grid]:
+    """The grid of every method."""
+    by_key = {answer.key: answer for answer in answers}
+    size = {"repeats": repeats, "num_questions": num_questions}
+    names = dict.fromkeys(key.method for key in by_key)
+    return {name: make_grid(by_key, [CELL], name, **size) for name in names}
+
+
 def made_up_group() -> dict[str, Any]:
-    answers = {one.key: one for one in made_up_answers()}
-    grids = {
-        name: make_grid(answers, [CELL], name, repeats=2, num_questions=2)
-        for name in ("plain", "draft")
-    }
-    return summarise_group(grids, "plain")
+    return summarise_group(grids_of(made_up_answers(), repeats=2, num_questions=2), "plain")
 
 
 def value(number: dict[str, Any]) -> Any:

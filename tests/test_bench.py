@@ -1,24 +1,28 @@
-"""The benchmark program on the tiny models."""
+"""The benchmark program on the tiny models, whole and in parts."""
 
+import contextlib
 import importlib.util
+import io
 import json
+import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import CELL, TREE, N, Page, made_up_report, value, write_prompts
+from made_up import CELL, TREE, N, Page, made_up_answers, value, write_prompts
 from programs import Runs, copy_model, generate, refusal, write_config, write_lines
 
 from infer.bench import compare
-from infer.bench import compare as program
 from infer.bench.__main__ import main
-from infer.bench.journal import Answer, Key, make_turn
-from infer.bench.measure import Timed, load_decoders, play
+from infer.bench.journal import Answer, Journal, Key, make_turn
+from infer.bench.measure import Decoder, Timed, load_decoders, play
 from infer.bench.report import format_report
 from infer.bench.summary import show_example
 from infer.lossless import main as lossless
 from infer.tune.__main__ import main as tune
+from poss_jax.checkpoint.record import DraftVocabulary, write_draft_vocabulary
 from poss_jax.config.bench import BenchConfig, MethodConfig
 from poss_jax.config.decoding import EngineConfig, SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
@@ -94,37 +98,10 @@ def test_the_example_is_what_a_stream_shows(runs: Runs) -> None:
     assert any(depth > 1 for _, depth in streamed)
 
 
-@pytest.mark.slow
-def test_sampled_outputs_are_equal_too(flags, capsys, monkeypatch) -> None:
-    made_up = made_up_report()
-    steps = made_up["autoregressive_step_milliseconds"]
-    monkeypatch.setattr(compare, "measure_card", lambda *_: made_up["methods"]["draft"])
-    monkeypatch.setattr(compare, "measure_steps", lambda *_: steps)
-    main([*flags, *TREE, *"--tree-depth 1 --temperature 1 --seed 5 --drafting argmax".split()])
-    out = capsys.readouterr().out
-    report = json.loads(out.splitlines()[-1])
-    assert out.splitlines()[1] == "sampling: argmax drafts"
-    (group,) = report["groups"]
-    assert (group["temperature"], group["seeds"]) == (1, [5])
-    assert [rows["all"]["equal_outputs"] for rows in group["methods"].values()] == [2, 2]
-
-
-@pytest.mark.slow
-def test_outputs_of_sampled_drafts_are_not_compared(flags, capsys) -> None:
-    sampled = [*flags, *TREE, *"--tree-depth 1 --temperature 1 --drafting sampled".split()]
-    main(sampled)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == [
-        "sampling: sampled drafts",
-        "outputs are not compared: with sampled drafts they equal autoregressive ones in "
-        "distribution only",
-    ]
-    rows = [line for line in lines if line.startswith("| PosS-2 | ")]
-    assert rows[0].endswith(" |  |")
-    assert not any(" of 2 |" in line for line in lines)
+def test_sampled_drafts_are_neither_checked_nor_tuned(flags) -> None:
     for main_of in (lossless, tune):
         with pytest.raises(UserError, match="keeps the target's distribution only"):
-            main_of(sampled)
+            main_of([*flags, *"--temperature 1 --drafting sampled".split()])
 
 
 @pytest.mark.slow
@@ -139,11 +116,6 @@ def test_drift_is_part_of_the_report(flags, tmp_path, capsys) -> None:
         assert (figure in page) == (importlib.util.find_spec("matplotlib") is not None)
 
 
-def test_drift_wants_drafts(flags: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="want at least one draft"):
-        main([*flags[:2], "--prompts", "x.jsonl", "--drift", "--output", str(tmp_path / "report")])
-
-
 def test_flags_win_over_the_config(runs, flags, tmp_path, monkeypatch) -> None:
     seen: list[BenchConfig] = []
 
@@ -151,7 +123,7 @@ def test_flags_win_over_the_config(runs, flags, tmp_path, monkeypatch) -> None:
         seen.append(config)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(program, "bench", bench)
+    monkeypatch.setattr(compare, "bench", bench)
     values = {
         "target": runs.model("target"),
         "drafts": {"EAGLE-2": runs.model("eagle")},
@@ -160,19 +132,14 @@ def test_flags_win_over_the_config(runs, flags, tmp_path, monkeypatch) -> None:
     }
     file = write_config(tmp_path, values)
     for arguments in (
-        ["--config", file],
-        ["--config", file, "repeats=2", "--tree-depth", "4", "--num-prompts", "9", "tree.top_k=1"],
         ["--config", file, *flags],
         [*flags, "--draft", "B=b=c", "--tree-depth", "3", "--allow-target-mismatch"],
     ):
         with pytest.raises(KeyboardInterrupt):
             main(arguments)
-    from_file, changed, overridden, by_flags = seen
-    assert from_file == BenchConfig(**values | {"tree": TreeConfig(**values["tree"])})
-    tree = TreeConfig(depth=4, top_k=1, total_tokens=5)
-    assert changed == replace(from_file, repeats=2, num_prompts=9, tree=tree)
+    overridden, by_flags = seen
     assert overridden.drafts == {"PosS-2": runs.model("poss2")}
-    assert (overridden.tree, overridden.max_new_tokens) == (from_file.tree, N)
+    assert overridden.tree == TreeConfig(**values["tree"]) and overridden.max_new_tokens == N
     assert by_flags.drafts == {"PosS-2": runs.model("poss2"), "B": "b=c"}
     assert by_flags.tree == replace(CPU_TREE, depth=3)
     assert by_flags.allow_target_mismatch and not overridden.allow_target_mismatch
@@ -245,18 +212,6 @@ def test_methods_that_cannot_be_compared_are_refused() -> None:
         lossless(["--target=t", "--draft=d=d", "methods.a.quantise=int8"])
 
 
-def test_a_conversation_that_grows_too_long_ends_early(runs, caplog) -> None:
-    engine = Engine.load(runs.model("target"))
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}] * 2
-    engine.max_length = len(engine.encode(messages[:-1])) + N
-    (question,) = read_dialogues([{"turns": ["a", "a"]}], SamplingConfig(), N)
-    question.check(engine)
-    ((turn,),) = play(engine, [question])
-    assert turn.seconds > turn.first_token_seconds > 0
-    assert "a question ends before turn 2: prompt of" in caplog.text
-    assert len(question.remaining) == 2 and question.num_answered == 0  # as it was
-
-
 def test_questions_answered_together_have_the_same_answers(runs: Runs) -> None:
     engine = Engine.load(runs.model("target"))
     records = [{"turns": ["a", "def"]}, {"prompt": "heig"}, {"turns": ["de"]}]
@@ -308,37 +263,189 @@ def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) ->
             "--target {target} --draft A={eagle} --drift --max-new-tokens 8",
             "drift: want max_new_tokens of more than 8, got 8",
         ),
+        ("--target {target} --drift", "want at least one draft"),
+        ("--target nowhere --output {file}", "is a file; name a folder that does not exist yet"),
+        ("--target nowhere --output {file} --overwrite", "is a file; name a folder that does not"),
+        ("--target nowhere --output {file}/x", "is not a writable folder; choose another place"),
     ],
 )
 def test_bad_input_writes_nothing(runs, prompts, tmp_path, monkeypatch, arguments, error) -> None:
     names = {name: runs.model(name) for name in ("target", "eagle", "poss2")}
-    names |= {"prompts": prompts, "config": write_config(tmp_path, {"target": names["target"]})}
+    config = write_config(tmp_path, {"target": names["target"]})
+    names |= {"prompts": prompts, "config": config, "file": config}
     words = [word.format(**names) for word in arguments.split()]
     monkeypatch.setattr("poss_jax.bundled.default._PACKAGE", "no_such_package")
     monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
-    assert error in refusal(main, *words, "--output", str(tmp_path / "out" / "report"))
+    assert error in refusal(main, "--output", str(tmp_path / "out" / "report"), *words)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("output", "overwrite", "error"),
-    [
-        ("folder", False, "is not empty; name another folder or empty this one"),
-        ("file", False, "is a file; name a folder that does not exist yet"),
-        ("file", True, "is a file; name a folder that does not exist yet"),
-        ("file/folder", False, "is not a writable folder; choose another place"),
-    ],
-)
-def test_output_is_checked_before_anything_is_loaded(tmp_path, output, overwrite, error) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "report.md").write_text("earlier")
-    (tmp_path / "file").write_text("text")
-    arguments = ["--target", "nowhere", "--output", str(tmp_path / output)]
-    assert error in refusal(main, *arguments, *["--overwrite"] * overwrite)
-
-
-def test_overwrite_lets_a_report_be_replaced(tmp_path: Path) -> None:
+def test_a_report_is_replaced_only_by_overwrite(tmp_path: Path) -> None:
     (tmp_path / "report.md").write_text("earlier")
-    arguments = ["--target", "nowhere", "--output", str(tmp_path), "--overwrite"]
-    assert refusal(main, *arguments).startswith("model folder nowhere does not exist")
+    arguments = ["--target", "nowhere", "--output", str(tmp_path)]
+    assert "is not empty; name another folder or empty this one" in refusal(main, *arguments)
+    assert refusal(main, *arguments, "--overwrite").startswith("model folder nowhere does not")
     assert (tmp_path / "report.md").read_text() == "earlier"
+
+
+# --------------------------------------------------------------------------------------------------
+# A benchmark that is interrupted, or given more, ends with the same numbers
+
+
+def test_a_journal_goes_on_where_it_stopped(tmp_path):
+    first, second, *_ = made_up_answers()
+    Journal(tmp_path, {"a": 1}).add(first)
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"key": [["made up", 0.0')
+    journal = Journal(tmp_path, {"a": 1})
+    assert list(journal.answers.values()) == [first]
+    assert list(journal.missing([first.key, second.key])) == [second.key]
+    journal.add(second)
+    assert list(Journal(tmp_path, {"a": 1}).answers.values()) == [first, second]
+    assert not Journal(tmp_path, {"a": 2}, from_scratch=True).answers
+
+
+def test_a_journal_of_something_else_is_refused(tmp_path):
+    Journal(tmp_path, {"a": 1, "b": 2})
+    with pytest.raises(UserError, match=r"benchmark of other settings \(b\); name another folder"):
+        Journal(tmp_path, {"a": 1, "b": 3})
+    (tmp_path / "answers.jsonl").write_text('{"key": 1}\n')
+    with pytest.raises(UserError, match=r"answers.jsonl:1: want an answer of infer.bench"):
+        Journal(tmp_path, {"a": 1, "b": 2})
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"'])
+def test_damaged_files_of_a_journal_are_named(tmp_path, content):
+    Journal(tmp_path, {"a": 1})
+    (tmp_path / "methods.json").write_text(content)
+    with pytest.raises(UserError, match=r"methods.json: want a JSON object, got .*; remove it"):
+        Journal(tmp_path, {"a": 1})
+    (tmp_path / "bench.json").write_text(content)
+    with pytest.raises(UserError, match=r"bench.json: want a JSON object, got .*--overwrite"):
+        Journal(tmp_path, {"a": 1})
+    Journal(tmp_path, {"a": 1}, from_scratch=True)
+
+
+def test_drafts_may_be_added_to_a_journal(tmp_path):
+    for names in ({"x": 1}, {"y": 2}, {"x": 1, "y": 2, "z": 3}):
+        journal = Journal(tmp_path, {"a": 1, "weights": names})
+        journal.describe("y", {})
+    Journal(tmp_path, {"a": 1, "weights": {"x": 2}})  # of which nothing was measured yet
+    with pytest.raises(UserError, match=r"other settings \(weights\)"):
+        Journal(tmp_path, {"a": 1, "weights": {"y": 1}})
+    Journal(tmp_path, {"a": 1, "weights": {"x": 2}, "methods": {"z": {}}})  # older ones have none
+    Journal(tmp_path, {"a": 1, "weights": {"x": 2}, "methods": {}})
+
+
+def matrix(runs: Runs, prompts: str) -> list[str]:
+    """Two methods, one pass, three questions: greedy, and sampled with two seeds; 18 answers."""
+    models = ["--target", runs.model("target"), "--draft", f"PosS-2={runs.model('poss2')}"]
+    cells = "--temperatures 0 --temperatures 1 --seeds 3 --seeds 4 --repeats 1".split()
+    return [*models, "--prompts", prompts, *cells, *TREE, "--max-new-tokens", str(N)]
+
+
+@pytest.fixture(scope="module")
+def complete(runs: Runs, prompts: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("whole") / "report"
+    with contextlib.redirect_stdout(io.StringIO()):
+        main([*matrix(runs, prompts), "--output", str(output)])
+    return output
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(complete: Path) -> dict[str, Any]:
+    return json.loads((complete / "report.json").read_text())
+
+
+def table(report: dict[str, Any]) -> Any:
+    """The numbers of a report that are not times."""
+    timed = {"tokens_per_second", "speed_up", "first_token_milliseconds", "token_milliseconds"}
+    timed |= {"seconds"}
+    return [
+        [group["set"], group["temperature"], group["seeds"], group["looping_questions"]]
+        + [
+            {key: rows[key] for key in rows if key not in timed}
+            for parts in group["methods"].values()
+            for rows in parts.values()
+        ]
+        for group in report["groups"]
+    ]
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))]
+)
+def test_a_killed_benchmark_goes_on_and_ends_with_the_same_numbers(
+    runs, prompts, uninterrupted, tmp_path, monkeypatch, capsys, seed
+):
+    rng, played = random.Random(seed), Counter[str]()
+    original, alive = play, rng.randrange(1, 18)
+
+    def mortal(*args: Any, **settings: Any) -> list[list[Timed]]:
+        played["all"] += 1
+        if played["all"] > alive:
+            raise KeyboardInterrupt
+        return original(*args, **settings)
+
+    monkeypatch.setattr(compare, "play", mortal)
+    arguments = [*matrix(runs, prompts), "--output", str(tmp_path / "report")]
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments)
+    alive = 10**6
+    main(arguments)
+    assert played["all"] == 18 + 1  # one was under way, and nothing is answered twice
+    assert table(json.loads(capsys.readouterr().out.splitlines()[-1])) == table(uninterrupted)
+
+
+def test_a_benchmark_can_be_given_more(runs, prompts, uninterrupted, tmp_path, monkeypatch, capsys):
+    output = ["--output", str(tmp_path / "report")]
+    first = matrix(runs, prompts)
+    few = [*first[:2], *first[4:6], *"--temperatures 1 --seeds 4 --repeats 1".split(), *TREE]
+    for arguments in ([*few, "--max-new-tokens", str(N)], first):
+        main([*arguments, *output])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert table(report) == table(uninterrupted)
+    lines = (tmp_path / "report" / "answers.jsonl").read_text().splitlines()
+    assert len(lines) == 18  # the first run's lines were kept
+
+    def again(*args: Any) -> None:
+        pytest.fail("what is complete is neither compiled nor measured again")
+
+    monkeypatch.setattr(Decoder, "compile", again)
+    monkeypatch.setattr(compare, "measure_card", again)
+    main([*first, *output])
+    known = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (known["methods"], known["groups"]) == (report["methods"], report["groups"])
+
+
+def test_a_benchmark_with_another_vocabulary_does_not_go_on(runs, tmp_path):
+    config = BenchConfig(target=runs.model("target"), drafts={"A": runs.model("eagle")})
+    path, settings = tmp_path / "v.json", []
+    for tokens in ((4, 5, 6), (4, 5, 7)):
+        write_draft_vocabulary(path, DraftVocabulary(vocab_size=300, tokens=tokens))
+        limited = replace(config, draft_vocabulary=str(path))
+        settings.append(compare.settings_of(limited, load_decoders(limited), {}))
+        path.unlink()
+    Journal(tmp_path / "report", settings[0]).describe("A", {})
+    with pytest.raises(UserError, match=r"of other settings \(draft_vocabularies\)"):
+        Journal(tmp_path / "report", settings[1])
+
+
+def test_temperatures_and_seeds_make_a_matrix(uninterrupted):
+    groups = uninterrupted["groups"]
+    found = [(group["temperature"], group["seeds"]) for group in groups]
+    assert found == [(0, [3]), (1, [3, 4])]
+    assert [group["methods"]["PosS-2"]["all"]["answers"] for group in groups] == [3, 6]
+    assert all(
+        rows["all"]["equal_outputs"] == rows["all"]["answers"]
+        for group in groups
+        for rows in group["methods"].values()
+    )
+
+
+def test_methods_take_turns(complete):
+    """A machine that slows down slows all of them; each question begins with another one."""
+    lines = map(json.loads, (complete / "answers.jsonl").read_text().splitlines())
+    order = [(line["key"][3], line["key"][2]) for line in lines][:6]
+    draft, plain = "PosS-2", "autoregressive"
+    assert order == [(0, plain), (0, draft), (1, draft), (1, plain), (2, plain), (2, draft)]

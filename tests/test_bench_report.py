@@ -2,17 +2,14 @@
 
 import json
 import random
-import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from made_up import (
-    CELL,
     DIVERSE,
     Page,
     answer,
+    grids_of,
     made_up_answers,
     made_up_group,
     made_up_report,
@@ -20,22 +17,11 @@ from made_up import (
 )
 
 from infer.bench import page as page_module
-from infer.bench.journal import write_answer_files
+from infer.bench.journal import Answer, write_answer_files
 from infer.bench.page import write_page
-from infer.bench.report import check_output, describe, format_brief, format_report, show_report
-from infer.bench.summary import Grid, make_grid, summarise, summarise_group
+from infer.bench.report import check_output, describe, format_brief, format_report
+from infer.bench.summary import Grid, summarise, summarise_group
 from poss_jax.config.reading import UserError
-
-
-def test_looping_questions_are_told_apart():
-    group = made_up_group()
-    assert (group["questions"], group["looping_questions"]) == (2, [1])
-    plain, draft = group["methods"]["plain"], group["methods"]["draft"]
-    assert (plain["all"]["equal_outputs"], plain["all"]["answers"]) == (2, 2)
-    assert draft["all"]["equal_outputs"] == 1  # the second pass differs
-    assert draft["not_looping"]["equal_outputs"] == 1 == draft["not_looping"]["answers"]
-    assert draft["all"]["looping_share"] == 0.5
-    assert (plain["all"]["same_text"], draft["all"]["same_text"]) == (1, 1)
 
 
 def test_text_is_the_same_up_to_the_first_difference():
@@ -76,11 +62,9 @@ def test_numbers_of_a_method():
 def test_rounds_deeper_than_the_table_count_as_a_whole():
     plain = answer((0, "plain", 0), DIVERSE, [0] * 11, [0] * 11, 1.0)
     deep = answer((0, "draft", 0), DIVERSE, [10], [12], 1.0)
-    grids = {
-        name: make_grid({one.key: one}, [CELL], name, repeats=1, num_questions=1)
-        for name, one in (("plain", plain), ("draft", deep))
-    }
-    rows = summarise_group(grids, "plain")["methods"]["draft"]["all"]
+    rows = summarise_group(grids_of([plain, deep], repeats=1, num_questions=1), "plain")["methods"][
+        "draft"
+    ]["all"]
     assert value(rows["pooled_acceptance_length"]) == value(rows["acceptance_length"]) == 11
     assert value(rows["positionwise_acceptance"]) == [1] * 8
 
@@ -111,17 +95,14 @@ def test_whole_rounds_are_counted_as_by_vllm(limit):
     assert got == pytest.approx(1 + sum(of_vllm) / len(of_vllm))
 
 
+def of_method(answer: Answer, method: str) -> Answer:
+    return replace(answer, key=answer.key._replace(method=method))
+
+
 def test_drafts_are_compared_without_looping_answers_too():
-    answers = {one.key: one for one in made_up_answers()}
-    for key, one in list(answers.items()):
-        if key.method == "draft":
-            other = key._replace(method="other")
-            answers[other] = replace(one, key=other)
-    grids = {
-        name: make_grid(answers, [CELL], name, repeats=2, num_questions=2)
-        for name in ("plain", "draft", "other")
-    }
-    group = summarise_group(grids, "plain")
+    answers = made_up_answers()
+    answers += [of_method(answer, "other") for answer in answers if answer.key.method == "draft"]
+    group = summarise_group(grids_of(answers, repeats=2, num_questions=2), "plain")
     assert len(group["comparisons"]) == 1
     (pair,) = group["comparisons_not_looping"]
     assert pair["acceptance_length"]["p_value"] == 1  # of the one question that is left
@@ -132,17 +113,9 @@ def test_drafts_are_compared_without_looping_answers_too():
 def test_answers_without_a_round_are_left_out_of_acceptance():
     """As where the first token ends the text, or is all that was asked for."""
     one, none = answer((0, "d", 0), DIVERSE, [3], [4], 1.0), answer((0, "d", 1), [1], [], [], 1.0)
-    answers = {one.key: one, none.key: none}
-    for name in ("plain", "e"):
-        for known in (one, none):
-            key = known.key._replace(method=name)
-            answers[key] = replace(known, key=key)
-    longer = answer((0, "e", 0), DIVERSE, [5], [6], 1.0)
-    answers[longer.key] = longer
-    grids = {
-        name: make_grid(answers, [CELL], name, repeats=1, num_questions=2)
-        for name in ("plain", "d", "e")
-    }
+    answers = [of_method(known, name) for name in ("plain", "d", "e") for known in (one, none)]
+    answers.append(answer((0, "e", 0), DIVERSE, [5], [6], 1.0))
+    grids = grids_of(answers, repeats=1, num_questions=2)
     group = summarise_group(grids, "plain")
     (pair,) = group["comparisons"]
     means = [value(group["methods"][name]["all"]["acceptance_length"]) for name in ("d", "e")]
@@ -157,7 +130,7 @@ def test_answers_without_a_round_are_left_out_of_acceptance():
 
 def test_answer_files_are_those_of_the_last_report_and_have_names_of_their_own(tmp_path):
     one = answer((0, "a b", 0), DIVERSE, [3], [4], 1.0)
-    same = replace(one, key=one.key._replace(method="a-b"))
+    same = of_method(one, "a-b")
     write_answer_files([one], tmp_path)
     write_answer_files([one, same], tmp_path)
     assert len(list(tmp_path.glob("eagle/*/*/*.jsonl"))) == 2
@@ -282,17 +255,6 @@ Tokens per pass of the target, all texts pooled: draft 2.80; without a draft 1.
     assert describe(only_plain) == ["Without a draft: 3.2 tokens/s."]
 
 
-def test_last_line_is_short_unless_json_is_asked_for(tmp_path, capsys, monkeypatch):
-    report = made_up_report()
-    show_report(report, "table", tmp_path, finding="x" * 1000)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert len(last) < 500 + len(str(tmp_path))
-    assert json.loads(Path(json.loads(last)["report"]).read_text()) == report
-    monkeypatch.setattr(sys, "argv", ["bench", "--json"])
-    show_report(report, "table", None, finding="x")
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
-
-
 def test_phases_are_left_out_where_none_were_measured():
     report = made_up_report()
     del report["roofline"], report["autoregressive_step_milliseconds"]
@@ -321,22 +283,6 @@ def test_the_page_holds_everything_and_needs_no_network(tmp_path, monkeypatch, h
     assert "1 loop and are left out of the figures" in text
     assert not [link for link in page.links if not link.startswith("#")]
     assert "script" not in page.tags
-
-
-def test_the_page_opens_with_the_answer_and_folds_away_what_few_read(tmp_path):
-    report = made_up_report()
-    write_page(report, tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
-    order = [describe(report)[0], "<svg", "1 of 2 texts equal", describe(report)[1], "<details>"]
-    places = [text.index(words) for words in (*order, "<table>")]
-    assert places == sorted(places)
-    outside = Page(re.sub("<details>.*?</details>", "", text, flags=re.DOTALL))
-    assert [row[:3] for row in outside.rows] == [
-        ["method", "speed-up", "equal"],
-        ["plain", "1.00", "2 of 2"],
-        ["draft", "3.33", "1 of 2"],
-    ]
-    assert "prefers-color-scheme: dark" in text and text.count("<dt>") >= 7
 
 
 def test_the_page_has_no_negative_time_and_no_floor_above_a_time(tmp_path):
