@@ -2,11 +2,8 @@
 
 from hypothesis import HealthCheck, settings
 
-_COMMON = {
-    "deadline": None,
-    "database": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
-}
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+_COMMON = {"deadline": None, "database": None, "suppress_health_check": _SLOW}
 settings.register_profile("few", max_examples=12, derandomize=True, **_COMMON)
 settings.register_profile("fuzz", max_examples=100, **_COMMON)
 settings.load_profile("few")
