@@ -1,7 +1,6 @@
 """A folder that was downloaded is data: neither programs nor their children run its files."""
 
 import os
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from gguf_files import draw_tensors, write_gguf
-from serving import until
+from serving import free_port, until
 
 ROOT = Path(__file__).parent.parent
 PLANTED = "filelock numpy jax poss_jax transformers tokenizers jinja2 json struct pickle".split()
@@ -52,9 +51,7 @@ def test_no_program_runs_code_of_the_working_folder(folder, tmp_path, words, typ
 
 
 def test_the_process_that_tries_grammars_runs_no_code_of_the_working_folder(folder, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     small = "--max-length 64 --batch-size 1 --max-logprobs 0".split()
     command, options = poss(folder, tmp_path, "serve", "model.gguf", "--port", port, *small)
     with (

@@ -9,11 +9,6 @@ import importlib.util
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +18,7 @@ import httpx
 import pytest
 import yaml
 from openai import AsyncOpenAI
+from serving import ROOT, free_port, started, until
 
 from benchmarks.python_models import python_model
 from poss_jax.config.decoding import EngineConfig, SamplingConfig
@@ -32,7 +28,6 @@ from poss_jax.engine.prompts import Prompt, prompt_seed
 
 pytestmark = pytest.mark.scale
 
-ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "ray_serve"
 MAX_LENGTH = 256
 SERVER = ["-m", "infer.serve", "--port", "0", "--max-length", str(MAX_LENGTH)]
@@ -66,62 +61,22 @@ class Told(NamedTuple):
     usage: Any
 
 
-@contextmanager
-def started(command: list[str], listens: str, **environment: str) -> Iterator[tuple[Any, str]]:
-    """Runs a program of this Python; gives its process and what `listens` found in its output."""
-    with subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process, found_in(process, listens)
-        finally:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(60)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+def until_so(holds: Callable[[], Any]) -> None:
+    """Waits; whoever cannot be reached is asked again."""
 
-
-def python_path() -> str:
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
-def found_in(process: Any, pattern: str) -> str:
-    """Reads lines until one matches; a thread reads the others."""
-    lines = []
-    patience = threading.Timer(300, process.kill)
-    patience.start()
-    for line in process.stdout:
-        lines.append(line)
-        if found := re.search(pattern, line):
-            patience.cancel()
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            return found[1]
-    raise AssertionError("".join(lines))
-
-
-def wait_until(holds: Callable[[], Any], seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    def is_so() -> Any:
         with suppress(httpx.TransportError):
-            if holds():
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"not within {seconds} s")
+            return holds()
+
+    until(is_so, seconds=300)
 
 
 @contextmanager
 def server(*options: str) -> Iterator[tuple[Any, str]]:
-    with started([*SERVER, *options], r"listening at (http://[^/]+)/") as (process, url):
-        wait_until(lambda: httpx.get(f"{url}/ready").is_success)
-        yield process, url
+    with started([*SERVER, *options]) as program:
+        url = program.find(r"listening at (http://[^/]+)/")
+        until_so(lambda: httpx.get(f"{url}/ready").is_success)
+        yield program.process, url
 
 
 @contextmanager
@@ -129,8 +84,8 @@ def proxy(*urls: str) -> Iterator[str]:
     """The proxy; it must not touch a device, so it gets a platform that does not exist."""
     options = [word for url in urls for word in ("--upstream", url)]
     command = [str(EXAMPLE / "proxy.py"), "--port", "0", *options]
-    with started(command, r"running on (http://[^ ]+)", JAX_PLATFORMS="none") as (_, url):
-        yield url
+    with started(command, JAX_PLATFORMS="none") as program:
+        yield program.find(r"running on (http://[^ ]+)")
 
 
 @pytest.fixture(scope="module")
@@ -245,14 +200,11 @@ def num_running(url: str) -> float:
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
 def test_streams_outlive_their_server(engine: Engine, stop: signal.Signals) -> None:
     """One server is killed, or told to stop and cuts its answers after half a second."""
-    with (
-        server("--drain-seconds", "0.5") as (process, first),
-        server() as (_, second),
-        proxy(first, second) as url,
-    ):
+    draining, other = server("--drain-seconds", "0.5"), server()
+    with draining as (process, first), other as (_, second), proxy(first, second) as url:
 
         def kill() -> None:
-            wait_until(lambda: num_running(first) > 1)
+            until_so(lambda: num_running(first) > 1)
             process.send_signal(stop)
 
         all_asked = requests()
@@ -263,24 +215,19 @@ def test_streams_outlive_their_server(engine: Engine, stop: signal.Signals) -> N
 
 
 def test_requests_go_to_servers_that_are_there() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        with server() as (_, there), proxy(gone, there) as url:
-            body = {"prompt": "def f():", "max_tokens": 8, "seed": 1}
-            replies = [httpx.post(f"{url}/v1/completions", json=body) for _ in range(4)]
-            assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
-            assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "bundled"
-            for stream in (True, False):
-                wrong = body | {"temperature": 9, "stream": stream}
-                refused = httpx.post(f"{url}/v1/completions", json=wrong)
-                assert refused.status_code == 400
-                assert refused.json()["error"]["param"] == "temperature"
-            assert httpx.post(f"{url}/v1/completions", content=b"{").status_code == 400
-            assert httpx.get(f"{url}/metrics").status_code == 404
-    with started(
-        [str(EXAMPLE / "proxy.py"), "--port", "0", "--upstream", gone], r"on (http://\S+)"
-    ) as (_, url):
+    gone = f"http://127.0.0.1:{free_port()}"
+    with server() as (_, there), proxy(gone, there) as url:
+        body = {"prompt": "def f():", "max_tokens": 8, "seed": 1}
+        replies = [httpx.post(f"{url}/v1/completions", json=body) for _ in range(4)]
+        assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "bundled"
+        for stream in (True, False):
+            wrong = body | {"temperature": 9, "stream": stream}
+            refused = httpx.post(f"{url}/v1/completions", json=wrong)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
+        assert httpx.post(f"{url}/v1/completions", content=b"{").status_code == 400
+        assert httpx.get(f"{url}/metrics").status_code == 404
+    with proxy(gone) as url:
         assert httpx.get(f"{url}/health").is_success
         for stream in (True, False):
             reply = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream})
@@ -289,12 +236,6 @@ def test_requests_go_to_servers_that_are_there() -> None:
 
 # --------------------------------------------------------------------------------------------------
 # Ray Serve
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def replicas(root: int) -> list[int]:
@@ -313,19 +254,16 @@ def replicas(root: int) -> list[int]:
 def test_replicas_of_ray_serve(engine: Engine, tmp_path: Path) -> None:
     config = yaml.safe_load((EXAMPLE / "serve.yaml").read_text())
     config["http_options"]["port"] = port = free_port()
-    config["applications"][0]["args"] |= MODELS | {
-        "max_length": MAX_LENGTH,
-        "batch_size": 4,
-        "slots": [4],
-    }
+    sizes = {"max_length": MAX_LENGTH, "batch_size": 4, "slots": [4]}
+    config["applications"][0]["args"] |= MODELS | sizes
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = ["-c", "from ray.serve.scripts import cli; cli()", "run"]
     environment = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLE), python_path()])
-    given = [*command, str(tmp_path / "serve.yaml")]
-    with started(given, r"(Running config file)", **environment) as (process, _):
+    environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLE), str(ROOT)])
+    with started([*command, str(tmp_path / "serve.yaml")], **environment) as program:
+        process = program.process
         ray = f"http://127.0.0.1:{port}"
-        wait_until(lambda: httpx.get(f"{ray}/ready").is_success and len(replicas(process.pid)) == 2)
+        until_so(lambda: httpx.get(f"{ray}/ready").is_success and len(replicas(process.pid)) == 2)
         some = requests()
         all_asked = [some[index % len(some)] for index in range(32)]
         with proxy(ray) as url:

@@ -1,186 +1,116 @@
 """`infer.serve` as a process: its address, signals in the midst of answers, wrong input."""
 
-import http.client
 import json
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from programs import Runs, refusal
-from self_killing import ROOT
-from serving import until
+from serving import Program, started, until
 
 from benchmarks import serving as serving_benchmark
 from infer.serve import main
 from poss_jax.engine.scheduler import Scheduler
 from poss_jax.serving.server import listen
 
-SMALL = ["--batch-size", "1", "--max-logprobs", "0"]
+SMALL = ["--batch-size", "1", "--max-logprobs", "0", "--port", "0"]
+PATH = "/v1/completions"
 LONG = {"prompt": "def area_7", "max_tokens": 230, "ignore_eos": True}
-
-
-class Process:
-    """A server in a new process; its messages go to a file."""
-
-    def __init__(self, runs: Runs, log: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "infer.serve", "--target", runs.model("target")]
-        self._log = log
-        self._opened: list[Any] = []
-        with log.open("w") as file:
-            self.popen = subprocess.Popen(
-                [*command, *SMALL, "--port", "0", *arguments],
-                cwd=ROOT,
-                env={name: value for name, value in os.environ.items() if name != "POSS_API_KEY"},
-                stdout=file,
-                stderr=file,
-            )
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text()
-
-    @property
-    def port(self) -> int:
-        found = re.search(r"listening at http://127.0.0.1:(\d+)/", self.said)
-        return int(found[1]) if found else 0
-
-    def connect(self) -> http.client.HTTPConnection:
-        self._opened.append(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60))
-        return self._opened[-1]
-
-    def post(self, connection: http.client.HTTPConnection, body: Any) -> http.client.HTTPResponse:
-        headers = {"content-type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        self._opened.append(connection.getresponse())
-        return self._opened[-1]
-
-    def status(self, path: str) -> int:
-        with closing(self.connect()) as connection:
-            connection.request("GET", path)
-            with connection.getresponse() as response:
-                return response.status
-
-    def ends_with(self, seconds: float = 60) -> int:
-        return self.popen.wait(seconds)
-
-    def end(self) -> None:
-        for one in self._opened:
-            one.close()
-        self.popen.kill()
-        self.popen.wait()
+STREAMED = LONG | {"stream": True}
+CUT = "the server stops; this answer is cut"
 
 
 @contextmanager
-def serving(runs: Runs, log: Path, *arguments: str) -> Iterator[Process]:
-    process = Process(runs, log, *arguments)
-    try:
-        until(lambda: process.port or process.popen.poll() is not None, seconds=120)
-        assert process.popen.poll() is None, process.said
-        yield process
-    finally:
-        process.end()
+def serving(runs: Runs, *arguments: str) -> Iterator[tuple[Program, httpx.Client]]:
+    """A server in a new process, and a client of it."""
+    command = ["-m", "infer.serve", "--target", runs.model("target"), *SMALL, *arguments]
+    with started(command) as program:
+        url = program.find(r"listening at (http://127.0.0.1:\d+)/")
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield program, client
+        assert program.process.poll() is None or "Traceback" not in program.said
 
 
-def last_event(stream: http.client.HTTPResponse) -> dict[str, Any]:
-    """The last part of a stream."""
-    *_, last = (line for line in stream.read().split(b"\n") if line)
-    return json.loads(last.removeprefix(b"data: "))
+def is_ready(client: httpx.Client) -> bool:
+    return client.get("/ready").status_code == 200
 
 
-@pytest.mark.slow
-def test_sigterm_finishes_what_was_begun(runs: Runs, tmp_path: Path) -> None:
-    with serving(runs, tmp_path / "log") as process:
-        until(lambda: process.status("/ready") == 200, seconds=200)
-        idle = process.connect()
-        assert process.post(idle, LONG | {"max_tokens": 1}).read()
-        stream = process.post(process.connect(), LONG | {"stream": True})
-        first = stream.readline()
-        process.popen.send_signal(signal.SIGTERM)
-        until(lambda: "draining: 1 answers" in process.said)
-        refused = process.post(idle, LONG)
-        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-        refused.read()
-        assert process.status("/ready") == 503 and process.status("/health") == 200
-        lines = [line for line in (first + stream.read()).split(b"\n") if line]
-        assert lines[-1] == b"data: [DONE]"
-        events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
-        assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert process.ends_with() == 0
-        assert "Traceback" not in process.said
+def last_event(lines: Iterator[str]) -> dict[str, Any]:
+    *_, last = (line for line in lines if line not in ("", "data: [DONE]"))
+    return json.loads(last.removeprefix("data: "))
 
 
 @pytest.mark.slow
-def test_sigterm_cuts_answers_after_a_time(runs: Runs, tmp_path: Path) -> None:
-    with serving(runs, tmp_path / "log", "--drain-seconds", "0") as process:
-        until(lambda: process.status("/ready") == 200, seconds=200)
-        stream = process.post(process.connect(), LONG | {"stream": True})
-        assert stream.readline()
-        process.popen.send_signal(signal.SIGTERM)
-        assert last_event(stream)["error"]["message"] == "the server stops; this answer is cut"
-        assert process.ends_with() == 0
-        assert "the other answers are cut" in process.said and "Traceback" not in process.said
+def test_sigterm_finishes_what_was_begun(runs: Runs) -> None:
+    with serving(runs) as (program, client):
+        until(lambda: is_ready(client), seconds=200)
+        with client.stream("POST", PATH, json=STREAMED) as stream:
+            lines = stream.iter_lines()
+            assert next(lines)
+            program.process.send_signal(signal.SIGTERM)
+            until(lambda: "draining: 1 answers" in program.said)
+            refused = client.post(PATH, json=LONG)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert client.get("/ready").status_code == 503 and client.get("/health").is_success
+            assert last_event(lines)["choices"][0]["finish_reason"] == "length"
+        assert program.process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_sigterm_cuts_answers_after_a_time(runs: Runs) -> None:
+    with serving(runs, "--drain-seconds", "0") as (program, client):
+        until(lambda: is_ready(client), seconds=200)
+        with client.stream("POST", PATH, json=STREAMED) as stream:
+            lines = stream.iter_lines()
+            assert next(lines)
+            program.process.send_signal(signal.SIGTERM)
+            assert last_event(lines)["error"]["message"] == CUT
+        assert program.process.wait(60) == 0 and "the other answers are cut" in program.said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_while_it_compiles(runs: Runs, tmp_path: Path, number: int) -> None:
-    with serving(runs, tmp_path / "log") as process:
-        process.popen.send_signal(number)
-        assert process.ends_with(100) == 0
-        assert "Traceback" not in process.said
+def test_signals_while_it_compiles(runs: Runs, number: int) -> None:
+    with serving(runs) as (program, _):
+        program.process.send_signal(number)
+        assert program.process.wait(100) == 0
 
 
 @pytest.mark.slow
-def test_an_interrupt_cuts_answers(runs: Runs, tmp_path: Path) -> None:
-    with serving(runs, tmp_path / "log") as process:
-        stream = process.post(process.connect(), LONG | {"stream": True})  # waits for the compiler
-        process.popen.send_signal(signal.SIGINT)
-        assert last_event(stream)["error"]["message"] == "the server stops; this answer is cut"
-        assert process.ends_with(100) == 0 and "Traceback" not in process.said
+def test_an_interrupt_cuts_answers(runs: Runs) -> None:
+    with serving(runs) as (program, client):
+        with client.stream("POST", PATH, json=STREAMED) as stream:  # waits for the compiler
+            program.process.send_signal(signal.SIGINT)
+            assert last_event(stream.iter_lines())["error"]["message"] == CUT
+        assert program.process.wait(100) == 0
 
 
 @pytest.mark.slow
-def test_a_second_signal_waits_for_nothing(runs: Runs, tmp_path: Path) -> None:
-    with serving(runs, tmp_path / "log") as process:
-        process.popen.send_signal(signal.SIGTERM)
-        until(lambda: "draining" in process.said)
-        process.popen.send_signal(signal.SIGTERM)
-        assert process.ends_with(1) in (0, 128 + signal.SIGTERM)
+def test_a_second_signal_waits_for_nothing(runs: Runs) -> None:
+    with serving(runs) as (program, _):
+        program.process.send_signal(signal.SIGTERM)
+        until(lambda: "draining" in program.said)
+        program.process.send_signal(signal.SIGTERM)
+        assert program.process.wait(1) in (0, 128 + signal.SIGTERM)
 
 
 @pytest.mark.slow
-def test_the_page_and_the_log(runs: Runs, tmp_path: Path) -> None:
-    with serving(runs, tmp_path / "log", "--model-name", "mine") as process:
-        url = f"http://127.0.0.1:{process.port}/"
-        with urllib.request.urlopen(url, timeout=30) as response:
-            assert b"<html" in response.read().lower()
-        until(lambda: '"path": "/"' in process.said)
-        entry = next(json.loads(line) for line in process.said.splitlines() if line[:1] == "{")
+def test_the_page_and_the_log(runs: Runs) -> None:
+    with serving(runs, "--model-name", "mine") as (program, client):
+        assert "<html" in client.get("/").text.lower()
+        until(lambda: '"path": "/"' in program.said)
+        entry = next(json.loads(line) for line in program.said.splitlines() if line[:1] == "{")
         assert (entry["method"], entry["status"]) == ("GET", 200) and entry["id"]
 
 
-# --------------------------------------------------------------------------------------------------
-# Wrong input
-
-
-def test_a_port_in_use_shows_before_models_are_loaded(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        message = refusal(main, "--port", port, "--target", str(tmp_path / "missing"))
-    assert "in use" in message and f"port {port}" in message
-
-
-def test_a_port_is_taken_while_models_are_loaded(tmp_path: Path) -> None:
-    with closing(listen("127.0.0.1", 0)) as other:
+@pytest.mark.parametrize("take", [socket.create_server, lambda place: listen(*place)])
+def test_a_port_is_taken_before_and_while_models_are_loaded(tmp_path: Path, take: Any) -> None:
+    with closing(take(("127.0.0.1", 0))) as other:
         port = str(other.getsockname()[1])
         message = refusal(main, "--port", port, "--target", str(tmp_path / "missing"))
     assert "in use" in message and f"port {port}" in message
@@ -213,7 +143,7 @@ def test_it_ends_when_decoding_fails(runs, monkeypatch, caplog) -> None:
 
     monkeypatch.setattr(Scheduler, "_compile", fail)
     with pytest.raises(SystemExit) as ended:
-        main(["--target", runs.model("target"), "--port", "0", *SMALL])
+        main(["--target", runs.model("target"), *SMALL])
     assert ended.value.code == 1
     assert "decoding failed" in caplog.text and "no room for a program" in caplog.text
 

@@ -1,24 +1,18 @@
 """The scheduler on several devices and in several processes: the texts of one device."""
 
-import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax
 import numpy as np
 import pytest
 from isolation import QUICK_COMPILATION
+from serving import Program, free_port, started, until
 from test_mesh import E3, EIGHT, POSS, SAMPLED, TREE, random_engine
 
 from infer import serve
@@ -49,13 +43,8 @@ def prepare_all(engine: Engine) -> list[PreparedPrompt]:
 
 
 def serve_all(scheduler: Scheduler, engine: Engine) -> list[Any]:
-    """Answers of the requests, decoded together."""
     streams = [scheduler.submit(prompt) for prompt in prepare_all(engine)]
     return [list(stream)[-1].answer for stream in streams]
-
-
-# --------------------------------------------------------------------------------------------------
-# Devices
 
 
 @pytest.mark.parametrize(
@@ -66,7 +55,6 @@ def serve_all(scheduler: Scheduler, engine: Engine) -> list[Any]:
     ],
 )
 def test_eight_devices_serve_the_texts_of_one_and_compile_nothing(draft, vocabulary, sizes) -> None:
-    """Two key heads do not divide among eight devices."""
     alike = {"vocabulary": vocabulary, "num_layers": 1 + max(draft.aux_layers, default=0)}
     engine, alone = (random_engine(draft, mesh, **alike) for mesh in (EIGHT, None))
     scheduler = Scheduler(Slots(engine, sizes=sizes, max_length=128))
@@ -89,10 +77,6 @@ def test_groups_that_split_the_batch_are_refused() -> None:
     engine = random_engine(POSS, MeshConfig(data=2, tensor=4))
     with pytest.raises(UserError, match=r"^mesh\.data 2: a server takes one group of devices; .*$"):
         Slots(engine, sizes=(1,))
-
-
-# --------------------------------------------------------------------------------------------------
-# Leader and followers in one process
 
 
 class Store:
@@ -183,10 +167,6 @@ class FakeSlots(Slots):
         assert first + 1 == last
 
 
-# --------------------------------------------------------------------------------------------------
-# Processes
-
-
 def test_several_processes_have_one_grid_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ServeConfig()
     assert serve._on_all_devices(config) is config
@@ -198,17 +178,11 @@ def test_several_processes_have_one_grid_of_all_devices(monkeypatch: pytest.Monk
         serve._on_all_devices(ServeConfig(mesh=MeshConfig(data=1)))
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @contextmanager
-def server_of_two(folder: Path, models: Path) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
+def server_of_two(models: Path) -> Iterator[tuple[str, list[Program]]]:
     """Two processes with a device each that serve one model: address and processes."""
     port = free_port()
-    environment = os.environ | {
+    environment = {
         "XLA_FLAGS": QUICK_COMPILATION,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
@@ -216,38 +190,28 @@ def server_of_two(folder: Path, models: Path) -> Iterator[tuple[str, list[subpro
     pair = [str(models / "target"), "--draft", str(models / "draft")]
     options = ["--port", str(port), "--batch-size", "2", "slots=[2]", "max_logprobs=1"]
     tree = [f"tree.{key}={value}" for key, value in vars(TREE).items()]
-    command = [sys.executable, "-m", "infer.serve", "--target", *pair, *options, *tree]
-    processes = []
-    for index in range(2):
-        with (folder / f"log-{index}").open("w") as log:
-            own = environment | {"JAX_PROCESS_ID": str(index)}
-            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=log, text=True))
-    try:
-        yield f"http://127.0.0.1:{port}", processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    command = ["-m", "infer.serve", "--target", *pair, *options, *tree]
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(started(command, **environment, JAX_PROCESS_ID=str(index)))
+            for index in range(2)
+        ]
+        address = f"http://127.0.0.1:{port}"
+        until(lambda: is_ready(address, programs), seconds=240)
+        yield address, programs
 
 
-def wait_until_ready(address: str, processes: list[subprocess.Popen[str]]) -> None:
-    for _ in range(480):
-        assert all(process.poll() is None for process in processes)
-        try:
-            urllib.request.urlopen(f"{address}/ready").close()
-            return
-        except urllib.error.URLError:
-            time.sleep(0.5)
-    raise AssertionError("it was not ready in time")
+def is_ready(address: str, programs: list[Program]) -> bool:
+    assert all(program.process.poll() is None for program in programs)
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{address}/ready").is_success
+    return False
 
 
 def ask(address: str, **body: Any) -> dict[str, Any]:
-    """A completion's choice."""
-    data = json.dumps(body | {"return_token_ids": True}).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{address}/v1/completions", data, headers)
-    with urllib.request.urlopen(request) as response:
-        return json.load(response)["choices"][0]
+    body |= {"return_token_ids": True}
+    reply = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+    return reply.raise_for_status().json()["choices"][0]
 
 
 def check_grammars(address: str, engine: Engine) -> None:
@@ -278,23 +242,19 @@ def check_scores(address: str, engine: Engine) -> None:
         (signal.SIGKILL, [{-signal.SIGKILL}, {-signal.SIGABRT, UNEXPECTED}]),
     ],
 )
-def test_two_processes_serve_one_model_and_end_together(fixtures, tmp_path, told, codes) -> None:
+def test_two_processes_serve_one_model_and_end_together(fixtures, told, codes) -> None:
     models = fixtures / "format_v1"
     engine = Engine.load(models / "target", models / "draft", EngineConfig(tree=TREE))
-    settings = [
-        {"temperature": 0},
-        {"temperature": 1, "seed": 5, "top_p": 0.9, "presence_penalty": 0.5},
-    ]
-    with server_of_two(tmp_path, models) as (address, processes):
-        wait_until_ready(address, processes)
-        for prompt, one in [([1, 2, 3], settings[0]), ([4] * 70, settings[1])]:
+    drawn = {"temperature": 1, "seed": 5, "top_p": 0.9, "presence_penalty": 0.5}
+    with server_of_two(models) as (address, programs):
+        for prompt, one in [([1, 2, 3], {"temperature": 0}), ([4] * 70, drawn)]:
             (answer,) = engine.generate([prompt], max_new_tokens=12, sampling=SamplingConfig(**one))
             got = ask(address, prompt=prompt, max_tokens=12, **one)
             assert got["token_ids"] == answer.output_ids
         check_grammars(address, engine)
         check_scores(address, engine)
-        processes[0].send_signal(told)
-        logs = [(tmp_path / f"log-{index}").read_text() for index in range(2)]
-        for process, wanted in zip(processes, codes, strict=True):
-            assert process.wait(60) in wanted, logs
+        programs[0].process.send_signal(told)
+        logs = [program.said for program in programs]
+        for program, wanted in zip(programs, codes, strict=True):
+            assert program.process.wait(60) in wanted, logs
     assert "listening at" in logs[0] and "listening at" not in logs[1]
