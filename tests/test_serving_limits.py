@@ -23,7 +23,7 @@ from poss_jax.config.decoding import EngineConfig, SamplingConfig, SamplingOptio
 from poss_jax.config.reading import UserError
 from poss_jax.decode.sampling import SETTINGS, Sampling
 from poss_jax.engine.scheduler import Scheduler
-from poss_jax.serving import bodies, requests, service
+from poss_jax.serving import requests, service
 from poss_jax.serving.app import create_app, make_slots
 from poss_jax.serving.bodies import (
     ApiError,
@@ -32,7 +32,7 @@ from poss_jax.serving.bodies import (
     CompletionRequest,
     parse_body,
 )
-from poss_jax.serving.guard import Guard, read_api_key
+from poss_jax.serving.guard import read_api_key
 from poss_jax.serving.requests import read_completion
 
 KEY = "secret"
@@ -230,31 +230,9 @@ def test_types_are_those_of_json(field: str, value: Any) -> None:
     assert caught.value.status == 400 and (caught.value.param or "").startswith(field)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        [],
-        {"a": [{}, [[]]]},
-        {"[": "]{"},
-        ['"[', '\\"[', "\\", [["\\\\["]]],
-        [{"\u5b57[": ["\u00e9{"]}],
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("is_ascii", [True, False])
-def test_lists_and_objects_are_counted_outside_of_texts(monkeypatch, value, is_ascii) -> None:
-    def count(value: Any) -> int:
-        parts = list(value.values()) if isinstance(value, dict) else value
-        return 1 + sum(map(count, parts)) if isinstance(value, list | dict) else 0
-
-    content, num = json.dumps(value, ensure_ascii=is_ascii).encode(), count(value)
-    for most, has_many in ((num, False), (num - 1, True)):
-        monkeypatch.setattr(bodies, "_MOST_CONTAINERS", most)
-        assert bodies._has_many_containers(content) is has_many
-
-
 def test_how_many_lists_and_objects_a_body_may_have() -> None:
-    brackets = "[{" * 10_000
+    """Those in texts do not count, behind escaped quotes either."""
+    brackets = '[{"\\\\字' * 10_000
     content = json.dumps({"prompt": brackets}).encode()
     assert parse_body(CompletionRequest, content).prompt == brackets
     for nested in ("[]," * 10_000 + "[]", "{}," * 10_000 + "{}"):
@@ -392,39 +370,6 @@ def test_keys_that_no_header_can_carry(monkeypatch: pytest.MonkeyPatch, key: str
         read_api_key()
 
 
-@pytest.mark.parametrize(
-    ("name", "allowed", "is_known"),
-    [
-        ("localhost:8000", (), True),
-        ("10.1.2.3", (), True),
-        ("[fd00::1]:80", (), True),
-        ("", (), True),
-        ("poss.example", (), False),
-        ("poss.example", ("poss.example",), True),
-        ("POSS.example:8000", ("poss.Example",), True),
-        ("poss.example.evil", ("poss.example",), False),
-        ("poss.example:80:80", ("poss.example",), False),
-        ("evil", ("*",), True),
-    ],
-)
-def test_names_of_a_server(name: str, allowed: tuple[str, ...], is_known: bool) -> None:
-    """At any address it listens at: a page of that name may reach it in its own network."""
-
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body"})
-
-    guard = Guard(answer, api_key=None, max_body_bytes=9, allowed_hosts=allowed)
-    scope = {"type": "http", "method": "GET", "path": "/", "server": ("10.1.2.3", 80)}
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(guard(scope | {"headers": [(b"host", name.encode())]}, lambda: None, send))
-    assert sent[0]["status"] == (200 if is_known else 403)
-
-
 def test_ids_hold_no_headers(served: Served) -> None:
     head = b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
     for smuggled in (b"a\rset-cookie: b", b"a\nset-cookie: b", b"a\x00b", b"\xff"):
@@ -478,16 +423,9 @@ def test_no_request_is_an_error_of_the_server(served: Served) -> None:
 # Servers that serve less
 
 
-@pytest.mark.parametrize(
-    ("stop", "error"),
-    [
-        (("",), "stop: want strings, got an empty one"),
-        (("x" * 10_000,), "characters are more than 256 new tokens can write"),
-    ],
-)
-def test_stop_strings_of_a_server_are_checked_as_it_starts(served, stop, error) -> None:
-    with pytest.raises(UserError, match=error):
-        make_slots(served.service.engine, replace(served.service.config, stop=stop))
+def test_stop_strings_of_a_server_are_checked_as_it_starts(served: Served) -> None:
+    with pytest.raises(UserError, match="characters are more than 256 new tokens can write"):
+        make_slots(served.service.engine, replace(served.service.config, stop=("x" * 10_000,)))
 
 
 def test_an_application_that_fails_ends_its_thread(served, monkeypatch) -> None:
