@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -167,11 +168,8 @@ def test_poisoned_batch_stops_the_run_and_is_named(runs, tmp_path):
     token = stage.tokenizer("é", add_special_tokens=False)["input_ids"][0]
     assert not (stage.validation_rows.tokens == token).any()
     (row,) = {int(row) for row, _ in np.argwhere(stage.rows.tokens == token)}
-    batches = {
-        (seed, step): rows_at(len(stage.rows), step - 1, 2, seed)
-        for seed in range(100)
-        for step in range(5, 9)
-    }
+    at = product(range(100), range(5, 9))
+    batches = {(seed, step): rows_at(len(stage.rows), step - 1, 2, seed) for seed, step in at}
     seed, step = next(at for at, rows in batches.items() if row in rows)
 
     target = poisoned_target(runs.model("target"), tmp_path / "target", token)

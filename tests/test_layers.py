@@ -160,18 +160,10 @@ def test_longrope_lengthens_queries_and_keys(settings, want):
     "settings",
     [
         {"theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},  # of Qwen2.5
-        {
-            "theta": 15e4,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        },
+        {"theta": 15e4, "factor": 32.0, "original_max_position_embeddings": 4096}
+        | {"truncate": False},
         {"theta": 1e4, "factor": 8.0, "beta_fast": 4.0, "beta_slow": 2.0},
-        {
-            "theta": 1e4,
-            "factor": 2.0,
-            "original_max_position_embeddings": 3,
-        },  # ends before it begins
+        {"theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 3},  # ends too early
         {"theta": 1e4, "factor": 2.0, "attention_factor": 1.25},
         {"theta": 1e4, "factor": 0.5},
     ],

@@ -57,10 +57,8 @@ def test_second_process_is_told_who_has_it_until_that_is_killed(tmp_path):
         process.wait()
     assert [path.name for path in tmp_path.iterdir()] == [".a.lock"]
     with sole_writer(tmp_path / "a"):
-        assert (tmp_path / ".a.lock").read_text().split() == [
-            str(os.getpid()),
-            socket.gethostname(),
-        ]
+        process, host = (tmp_path / ".a.lock").read_text().split()
+        assert (int(process), host) == (os.getpid(), socket.gethostname())
     assert list(tmp_path.iterdir()) == []
 
 

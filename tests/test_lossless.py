@@ -62,10 +62,8 @@ def test_scores_of_a_low_temperature_round_as_coarsely_as_their_logits():
 def test_more_accepted_than_the_tree_is_deep_is_a_failure():
     engine = SimpleNamespace(settings=EngineConfig(), max_accepted=3)
     setting = lossless_run.Setting("EAGLE", engine, TreeConfig(depth=3, top_k=2, total_tokens=6), 1)
-    answers = [
-        Generation([1], [2] * 9, None, accepted, accepted, "length")
-        for accepted in ([3, 2], [4, 1])
-    ]
+    counts = [3, 2], [4, 1]
+    answers = [Generation([1], [2] * 9, None, few, few, "length") for few in counts]
     (found,) = lossless_run.find_overlong(setting, answers)
     assert (found["answer"], found["accepted"], found["is_excused"]) == (1, 4, False)
 
@@ -136,9 +134,8 @@ def interrupt(*args):
 
 def test_a_replay_ends_with_its_text():
     llama = tiny_llama(vocab_size=64)
-    engine = make_engine(
-        llama, random_target(llama), tree=TreeConfig(depth=1, top_k=3, total_tokens=4)
-    )
+    tree = TreeConfig(depth=1, top_k=3, total_tokens=4)
+    engine = make_engine(llama, random_target(llama), tree=tree)
     prompt = engine.prepare([1, 2, 3], 3)
     assert len(lossless_run.replay(engine, [prompt], 0, 9, batch_size=2)) == 3
 

@@ -128,10 +128,8 @@ EAGLE3 = DraftConfig(
 def temporary_bytes(draft: DraftConfig, depth: int, length: int) -> int:
     draft = replace(draft, trained_depth=depth)
     step = StepConfig(vocabulary_chunk=64, attention_block=64)
-    task, optimizer = (
-        DraftTask(WIDE, draft, ObjectiveConfig(), step),
-        make_optimizer(OptimizerConfig(), 10),
-    )
+    task = DraftTask(WIDE, draft, ObjectiveConfig(), step)
+    optimizer = make_optimizer(OptimizerConfig(), 10)
 
     def init():
         target, params = init_target(WIDE, jax.random.key(0)), init_draft(draft, jax.random.key(1))

@@ -170,9 +170,7 @@ def test_memory_of_whole_caches_is_explained(monkeypatch: pytest.MonkeyPatch) ->
             FixedBatch(one, [one.prepare(PROMPTS[0], N)])
 
 
-def test_a_quantised_weight_is_cut_with_its_scale_and_sums(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_quantised_weight_is_cut_with_its_scale_and_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("poss_jax.engine.models.wants_sums", lambda: True)
     weights = random_engine(POSS, EIGHT, kind="int8").weights.target["layers"][0]
     both, o = weights["mlp"]["gate_up"]["weight"], weights["attention"]["o"]["weight"]
@@ -188,12 +186,12 @@ def test_a_round_moves_no_weight_no_cache_and_no_scores(draft: DraftConfig) -> N
     batch.start()
     _, config, request, state = batch.arguments
     leaves, tree = jax.tree.flatten((request, state))
-    again = jax.jit(
-        lambda weights, leaves: jax.tree.leaves(
-            phases.run_round(weights, config, *tree.unflatten(leaves))
-        )
-    )
-    text = again.lower(engine.weights, leaves).compile().as_text()
+
+    @jax.jit
+    def run_round(weights, leaves):
+        return jax.tree.leaves(phases.run_round(weights, config, *tree.unflatten(leaves)))
+
+    text = run_round.lower(engine.weights, leaves).compile().as_text()
     assert "all-reduce" in text
     width, most_rows = 2 * LLAMA.hidden_size, config.tree.num_nodes
     large = [line for line, numbers in moved(text) if numbers > width * most_rows]
@@ -204,10 +202,8 @@ def test_a_round_moves_no_weight_no_cache_and_no_scores(draft: DraftConfig) -> N
 def test_loaded_weights_are_those_of_one_device(fixtures: Path, num_kv_heads: int) -> None:
     folder = fixtures / "format_v1"
     mesh = MeshConfig(data=-1, tensor=num_kv_heads)
-    engines = [
-        Engine.load(folder / "target", folder / "draft", EngineConfig(tree=TREE), mesh=m)
-        for m in (mesh, None)
-    ]
+    pair = folder / "target", folder / "draft", EngineConfig(tree=TREE)
+    engines = [Engine.load(*pair, mesh=m) for m in (mesh, None)]
     cut, whole = (jax.tree.leaves(engine.weights) for engine in engines)
     assert sum(not leaf.sharding.is_fully_replicated for leaf in cut) > 10
     for a, b in zip(cut, whole, strict=True):

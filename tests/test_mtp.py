@@ -116,10 +116,7 @@ def test_a_run_trains_every_parameter_and_the_texts_stay(runs: Runs, tmp_path: P
     assert "no layout holds the family mtp" in refusal(convert, "export", *arguments)
 
 
-def test_what_is_refused(runs: Runs, tmp_path: Path) -> None:
-    config = config_file(runs, tmp_path, RUN)
-    shared = refusal(main, "--config", config, "specialists.kv=shared")
-    assert "drafts of the family mtp have separate projections" in shared
+def test_several_layers_are_refused() -> None:
     deep = replace(CONFIG, layers_per_specialist=(2,))
     with pytest.raises(UserError, match="layers_per_specialist: the family mtp has no such drafts"):
         init_draft(deep, jax.random.key(0))

@@ -1,12 +1,10 @@
-"""Phi-3: fused projections come apart and together again, and drafts for it are lossless."""
+"""Phi-3: fused projections come apart and together again, and drafts have separate ones."""
 
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from convert_sources import (
     PHI3,
@@ -21,29 +19,18 @@ from convert_sources import (
     write_source,
 )
 from flax.traverse_util import unflatten_dict
-from models import random_tokens, stacked, unstacked
-from oracle import greedy_request
 from test_export import assert_same, assert_same_model, read_folder
 from test_hf_config import TARGETS
 
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.checkpoint.writing import target_identity, write_model
-from poss_jax.config.models import DraftConfig, RopeConfig, TreeConfig
+from poss_jax.config.models import RopeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import ObjectiveConfig
 from poss_jax.convert.export import plan_export
 from poss_jax.convert.source import open_source
 from poss_jax.convert.tensors import cut_tensors, slots_by_key
-from poss_jax.decode import speculate
-from poss_jax.decode.state import StaticShape, Weights
-from poss_jax.learn.state import init_state
-from poss_jax.learn.step import make_draft_step
-from poss_jax.learn.task import DraftTask
-from poss_jax.model.documents import TrainBatch
-from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import flatten_item, item_shapes
-from poss_jax.model.specialists import borrow_from_target
 
 QKV, GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 
@@ -58,12 +45,7 @@ def convert(folder: Path, tensors, *, sharded: bool = False) -> Path:
 
 @pytest.fixture(scope="module")
 def phi3(tmp_path_factory) -> Path:
-    """Model folder of a converted tiny Phi-3."""
     return convert(tmp_path_factory.mktemp("phi3"), fuse(target_tensors()))
-
-
-# --------------------------------------------------------------------------------------------------
-# Conversion
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one_file", "shards"])
@@ -115,10 +97,6 @@ def test_fused_tensors_of_another_family_are_unknown(tmp_path):
         run("target", source=source, output=tmp_path / "out")
 
 
-# --------------------------------------------------------------------------------------------------
-# Export
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
 def test_it_comes_back_bit_for_bit(tmp_path, dtype):
     tensors = fuse(target_tensors(dtype))
@@ -133,10 +111,8 @@ def test_it_comes_back_bit_for_bit(tmp_path, dtype):
 
 def test_parts_of_several_types_are_joined_without_rounding(tmp_path):
     config = TARGETS["phi3"]
-    items = {
-        name: unflatten_dict(draw(flatten_item(shapes)))
-        for name, shapes in item_shapes(config).items()
-    }
+    flat = {name: draw(flatten_item(shapes)) for name, shapes in item_shapes(config).items()}
+    items = {name: unflatten_dict(arrays) for name, arrays in flat.items()}
     q = items["layers/1"]["attention"]["q"]
     q["weight"] = q["weight"].astype(jnp.bfloat16)
     embedding, head = (items[name]["weight"] for name in ("embed", "head"))
@@ -146,41 +122,6 @@ def test_parts_of_several_types_are_joined_without_rounding(tmp_path):
     parts = (items["layers/1"]["attention"][name]["weight"] for name in "qkv")
     want = np.concatenate([np.asarray(part, np.float32) for part in parts])
     np.testing.assert_array_equal(exported[f"model.layers.1.{QKV}"], want)
-
-
-# --------------------------------------------------------------------------------------------------
-# Drafts
-
-
-@pytest.mark.slow
-def test_a_draft_is_trained_and_decoded_with(phi3):
-    """One of the texts stays within the trained context of 16 tokens, the other does not."""
-    record, target = load_target(phi3)
-    llama = record.llama
-    config = DraftConfig(layer=replace(llama, num_layers=1, fused_projections=False))
-    optimizer = optax.adam(1e-2)
-    step = make_draft_step(DraftTask(llama, config, ObjectiveConfig(top_k=3)), optimizer)
-    tokens = random_tokens(llama, 2, 24)
-    batch = TrainBatch(tokens, jnp.ones_like(tokens, bool), jnp.ones_like(tokens))
-    state = init_state(stacked(init_draft(config, jax.random.key(0))), optimizer)
-    losses, frozen = [], stacked(target)
-    for number in range(12):
-        state, metrics = step(state, frozen, batch, jax.random.key(number))
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < 0.9 * losses[0]
-
-    request = greedy_request([5, 6, 7], [9, 3, 4, 8, 1, 2, 7], limit=12)
-    tree = TreeConfig(depth=2, top_k=2, total_tokens=6)
-
-    @jax.jit
-    def decode(weights: Weights):
-        drafted = StaticShape(llama, config, tree, 64)
-        alone = drafted._replace(draft=None)
-        return [speculate.generate(weights, way, request).output for way in (drafted, alone)]
-
-    draft = unstacked(state.params)
-    speculative, autoregressive = decode(Weights(target, borrow_from_target(draft, target)))
-    np.testing.assert_array_equal(speculative.tokens[:, :12], autoregressive.tokens[:, :12])
 
 
 def test_drafts_hold_their_projections_apart(phi3, tmp_path):

@@ -159,7 +159,5 @@ def test_float_products_agree(monkeypatch, num_rows):
 def test_setting_is_one_of_three(monkeypatch):
     monkeypatch.setenv(SETTING, "double")
     int8_products.cache_clear()
-    with pytest.raises(
-        UserError, match="POSS_JAX_INT8_PRODUCTS: want kernel, integer or float, got 'double'"
-    ):
+    with pytest.raises(UserError, match=f"{SETTING}: want kernel, integer or float, got 'double'"):
         int8_products()

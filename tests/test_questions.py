@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pyarrow.parquet
 import pytest
@@ -43,9 +44,8 @@ def test_sets_are_found_by_name(runs: Runs, tmp_path: Path) -> None:
         (0, ""),
     ]
     with pytest.raises(UserError, match="there is a set called lines already"):
-        read_sets(
-            replace(config, datasets=(line, str(tmp_path / "other" / ".." / "lines.jsonl"))), engine
-        )
+        same = str(tmp_path / "other" / ".." / "lines.jsonl")
+        read_sets(replace(config, datasets=(line, same)), engine)
     with pytest.raises(UserError, match=r"questions 'nothing': want a \.jsonl file, a folder with"):
         read_sets(replace(config, datasets=("nothing",)), engine)
 
@@ -91,12 +91,6 @@ def test_a_question_has_no_sampling_of_its_own(runs: Runs, tmp_path: Path) -> No
     assert question.sampling == SamplingConfig()
 
 
-def test_a_data_set_without_questions_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **settings: iter([]))
-    with pytest.raises(UserError, match=r"^data set some/set: want questions, got none in its spl"):
-        read_hub("some/set", None, "test", 2)
-
-
 @pytest.mark.parametrize(
     ("columns", "turns"),
     [
@@ -124,12 +118,16 @@ def test_records_of_the_hub_are_checked_as_those_of_files_are(monkeypatch) -> No
         records.pop()
 
 
-def test_a_data_set_that_cannot_be_read_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **settings: Any) -> None:
-        raise OSError("no network\nat all")
-
-    monkeypatch.setattr("datasets.load_dataset", fail)
-    with pytest.raises(UserError, match=r"^data set some/set: no network at all; save its questio"):
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        ({"return_value": []}, "data set some/set: want questions, got none in its spl"),
+        ({"side_effect": OSError("no\nnetwork")}, "data set some/set: no network; save its"),
+    ],
+)
+def test_a_data_set_that_cannot_be_used_is_one_line(monkeypatch, result, error) -> None:
+    monkeypatch.setattr("datasets.load_dataset", MagicMock(**result))
+    with pytest.raises(UserError, match=f"^{error}"):
         read_hub("some/set", None, "test", 2)
 
 

@@ -141,11 +141,8 @@ def test_versions_move_one_row_per_depth():
     inputs = DraftInputs(features, features, jnp.array([[1, 1, 1, 2, 2]]))
 
     def visit(at, carry):
-        return (
-            10 * at.index.astype(jnp.float32) + jnp.arange(5.0)[None, :, None],
-            carry,
-            at.versions,
-        )
+        predicted = 10 * at.index.astype(jnp.float32) + jnp.arange(5.0)[None, :, None]
+        return predicted, carry, at.versions
 
     config = DraftConfig(layer=tiny_llama())
     known = unroll(config, inputs, first_version(features, 3), None, visit, range(3))[2][2]

@@ -29,6 +29,9 @@ from train.self_prompt import (
     repeats_itself,
 )
 
+IM_SYSTEM = "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\n"
+HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
+ANSWER = HEADER.format("assistant")
 IM_NEXT = "<|im_end|>\n<|im_start|>assistant\n"
 PLAIN = (
     "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + '\n' }}{% endfor %}"
@@ -54,19 +57,11 @@ def turns(*texts: str) -> list[dict[str, str]]:
     ("template", "before", "after"),
     [
         (KINDS["chatml"].text, "<|im_start|>user\n", IM_NEXT),
-        (
-            KINDS["chatml, default system message"].text,
-            "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\n",
-            IM_NEXT,
-        ),
+        (KINDS["chatml, default system message"].text, IM_SYSTEM, IM_NEXT),
         (KINDS["gemma"].text, "<s><turn>user\n", "<end_of_turn>\n<turn>model\n"),
         (PLAIN, "### user\n", "\n### assistant\n"),
         (BUILT_IN["llama2"], "<s>[INST] ", " [/INST]"),
-        (
-            BUILT_IN["llama3"],
-            "<s><|start_header_id|>user<|end_header_id|>\n\n",
-            "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
+        (BUILT_IN["llama3"], "<s>" + HEADER.format("user"), "<|eot_id|>" + ANSWER),
     ],
 )
 def test_openings_of_all_kinds_of_templates(tokenizer, template, before, after):
@@ -199,10 +194,8 @@ def test_a_run_that_is_stopped_ends_with_the_same_chats(runs, tmp_path, capsys):
     assert roles == ["user", "assistant"] * (len(roles) // 2)
     questions = [line["messages"][0]["content"] for line in lines]
     assert len(set(questions)) == len(questions)
-    found = load_documents(
-        DataConfig(source=str(tmp_path / "whole/out.jsonl"), validation_fraction=0.5)
-    )
-    assert found.tally.dropped == {}
+    data = DataConfig(source=str(tmp_path / "whole/out.jsonl"), validation_fraction=0.5)
+    assert load_documents(data).tally.dropped == {}
     with interrupted_after(8):
         run(runs, tmp_path / "stopped", *options)
     assert run(runs, tmp_path / "stopped", *options) == lines
@@ -244,11 +237,8 @@ def test_questions_of_a_source_are_mixed_in(runs, tmp_path, tokenizer):
     assert [question.index for question in planned] == list(range(10))
     given = [question for question in planned if question.ids["source"] == "asked"]
     assert [question.index for question in given] == [3, 6, 9]
-    assert [question.messages[-1]["content"] for question in given] == [
-        "question 0",
-        "question 1",
-        "question 2",
-    ]
+    contents = [question.messages[-1]["content"] for question in given]
+    assert contents == ["question 0", "question 1", "question 2"]
     system = [{"role": "system", "content": "Be brief."}]
     assert all(question.messages == system for question in planned if question not in given)
     with pytest.raises(UserError, match="want 5 questions, which is its share, got 4; lower"):

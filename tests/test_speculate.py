@@ -44,11 +44,8 @@ def check_shape(shape: tuple, *, cases: int, seed: int, is_sampled: bool = False
     """Compares both ways of decoding over drawn models, prompts, limits and oracles."""
     (depth, top_k, total_tokens), spans, batch, *layers = shape
     llama = tiny_llama(rope=DYNAMIC if is_sampled else LONGROPE)
-    config = DraftConfig(
-        layer=llama,
-        positions_per_specialist=spans,
-        layers_per_specialist=layers[0] if layers else (1,),
-    )
+    deep = {"layers_per_specialist": layers[0]} if layers else {}
+    config = DraftConfig(layer=llama, positions_per_specialist=spans, **deep)
     tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
     Shape(llama, config, tree, batch, is_sampled=is_sampled).check_pairs(cases, seed=seed)
 

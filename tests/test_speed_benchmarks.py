@@ -21,18 +21,6 @@ from poss_jax.engine.answers import Generation
 from poss_jax.engine.trees import ACCELERATOR_TREES, tree_for
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("4/2", "tree '4/2': want depth/top_k/total_tokens, such as 4/2/8"),
-        ("4/2/x", "tree '4/2/x': total_tokens: Input should be a valid integer"),
-    ],
-)
-def test_trees_that_are_refused(text, error):
-    with pytest.raises(UserError, match=error):
-        read_tree(text)
-
-
 def test_answers_under_schemas_are_counted_and_their_rounds_timed():
     """The second answer's first token ended it, so it has no rounds; the third one is cut."""
     answers = [
@@ -46,6 +34,20 @@ def test_answers_under_schemas_are_counted_and_their_rounds_timed():
     counts = {"answers": 3, "finished": 2, "valid": 1, "tokens": 8, "tokens_per_round": 1.25}
     medians = {"milliseconds": 150.0, "cpu_milliseconds": 200.0}
     assert structured.summarise(asked) == pytest.approx(counts | medians)
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "error"),
+    [
+        (read_tree, "4/2", "tree '4/2': want depth/top_k/total_tokens, such as 4/2/8"),
+        (read_tree, "4/2/x", "tree '4/2/x': total_tokens: Input should be a valid integer"),
+        (accelerator.read_context, "512/512", "want LENGTH or LENGTH/ROOM, such as 512/8192"),
+        (accelerator.read_context, "512/8192/1", "want LENGTH or LENGTH/ROOM, such as 512/8192"),
+    ],
+)
+def test_trees_and_contexts_that_are_refused(read, text, error):
+    with pytest.raises(UserError, match=error):
+        read(text)
 
 
 ROOT = Path(__file__).parent.parent
@@ -96,12 +98,6 @@ def test_rows_are_written_at_once_and_not_measured_again(tmp_path, capsys, monke
     assert measured[3:] == measured[:2]
 
 
-@pytest.mark.parametrize("text", ["512/512", "512/8192/1"])
-def test_contexts_that_are_refused(text):
-    with pytest.raises(UserError, match="want LENGTH or LENGTH/ROOM, such as 512/8192"):
-        accelerator.read_context(text)
-
-
 @pytest.mark.parametrize("tree", random_pair.RECORDED)
 def test_recorded_rounds_fit_their_trees(tree):
     config = StaticShape(tiny_llama(), DraftConfig(layer=tiny_llama()), read_tree(tree), rows=128)
@@ -117,9 +113,8 @@ LLAMA_8B = LlamaConfig(
 @pytest.mark.parametrize("name", DEVICES)
 def test_default_trees_of_accelerators_pay_at_every_load(name):
     draft = DraftConfig(layer=replace(LLAMA_8B, num_layers=1), positions_per_specialist=(3, 3))
-    bytes_per = dict.fromkeys(
-        ("target_bytes", "specialist_bytes", "draft_bytes", "cache_bytes"), 2.0
-    )
+    names = "target_bytes", "specialist_bytes", "draft_bytes", "cache_bytes"
+    bytes_per = dict.fromkeys(names, 2.0)
     rates = DEVICES[name]  # of which programs reach 80 % and 60 %
     device = Device(name, 0.8 * rates.bytes_per_second, 0.6 * rates.flops_per_second, 0.0)
 

@@ -67,25 +67,15 @@ def read_both_ways(params, config: LlamaConfig, tokens):
 # --------------------------------------------------------------------------------------------------
 # transformers
 
+TRAINED = "original_max_position_embeddings"
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     # max_position_embeddings is 8: all texts are longer.
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 1e3,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 1e3,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "llama3": {"rope_type": "llama3", "rope_theta": 1e3, "factor": 8.0, TRAINED: 64}
+    | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, TRAINED: 64},
     "longrope": {  # the second text outgrows the trained context
         "rope_type": "longrope",
         "rope_theta": 1e3,

@@ -9,7 +9,6 @@ import pytest
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode.tree import (
-    Candidates,
     expand,
     is_child,
     join_levels,
@@ -25,10 +24,6 @@ BATCH = 32
 
 def tree_config(depth: int, top_k: int, total_tokens: int) -> TreeConfig:
     return TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
-
-
-# --------------------------------------------------------------------------------------------------
-# Drawn
 
 
 def test_drawn_tree():
@@ -71,20 +66,6 @@ def test_drawn_tree():
         assert np.flatnonzero(is_child(tree, jnp.array([node]))[0]).tolist() == children
 
 
-def test_drawn_beam_in_another_order():
-    # The second node's child is the best of its level, so the beam's nodes change places.
-    first = expand(root_beam(1), jnp.array([[[7, 5]]], jnp.int32), jnp.array([[[-0.5, -1.0]]]))
-    beam, _ = next_beam(root_beam(1), first, first_index=0, top_k=2)
-    log_probs = jnp.array([[[-2.0, -4.0], [-0.25, -3.0]]])
-    second = expand(beam, jnp.array([[[1, 2], [3, 4]]], jnp.int32), log_probs)
-    beam, picks = next_beam(beam, second, first_index=2, top_k=2)
-    assert picks.tolist() == [[2, 0]]
-    assert beam.scores.tolist() == [[-1.25, -2.5]]
-    assert beam.index.tolist() == [[4, 2]]
-    #   level:  1  1  2  2
-    assert beam.ancestors.astype(int).tolist() == [[[0, 1, 1, 0], [1, 0, 0, 1]]]
-
-
 def test_root_tree():
     tree = root_tree(jnp.array([4, 6], jnp.int32))
     assert tree.tokens.tolist() == [[4], [6]]
@@ -97,10 +78,6 @@ def test_a_tree_is_as_deep_as_its_longest_path():
     tree = make_tree(jnp.zeros((1, 5), jnp.int32), jnp.array([[0, 0, 1, 2, 3]]), depth=4)
     assert tree.depths.tolist() == [[0, 1, 2, 3, 4]]
     np.testing.assert_array_equal(tree.ancestors[0], np.tri(5, dtype=bool))
-
-
-# --------------------------------------------------------------------------------------------------
-# Any tree
 
 
 class Grown(NamedTuple):
@@ -145,9 +122,8 @@ def grow_in_python(levels, row: int, config: TreeConfig) -> Grown:
     for level_tokens, log_probs in levels:
         level = []
         for place, (index, score) in enumerate(beam):
-            for token, log_prob in zip(
-                level_tokens[row, place], log_probs[row, place], strict=True
-            ):
+            children = zip(level_tokens[row, place], log_probs[row, place], strict=True)
+            for token, log_prob in children:
                 level.append((len(tokens), score + log_prob))
                 tokens.append(int(token))
                 scores.append(score + log_prob)
@@ -177,9 +153,8 @@ def test_any_tree(shape):
     candidates, tree, children = jax.jit(grow_in_jax, static_argnums=2)(
         jnp.asarray(roots), jax.tree.map(jnp.asarray, levels), config
     )
-    tokens, scores, parents = map(
-        np.asarray, (candidates.tokens, candidates.scores, candidates.parents)
-    )
+    arrays = candidates.tokens, candidates.scores, candidates.parents
+    tokens, scores, parents = map(np.asarray, arrays)
     depths, ancestors = np.asarray(tree.depths), np.asarray(tree.ancestors)
     for row in range(BATCH):
         grown = grow_in_python(levels, row, config)
@@ -215,18 +190,6 @@ def test_a_certain_child_does_not_outrank_its_parent(zeros):
     assert jax.jit(grow)(log_probs).tokens.tolist() == [[0, 7]]
 
 
-def test_more_nodes_asked_than_can_be_drafted():
-    config = tree_config(2, 2, 60)
-    assert config.num_candidates == 2 + 4
-    assert config.num_nodes == 7
-    scores = jnp.array([[-1.0, -5.0, -2.0, -9.0, -6.0, -7.0]])
-    parents = jnp.array([[-1, -1, 0, 0, 1, 1]])
-    candidates = Candidates(tokens=jnp.arange(1, 7)[None], scores=scores, parents=parents)
-    tree = select(jnp.zeros(1, jnp.int32), candidates, config)
-    assert tree.tokens.tolist() == [[0, 1, 2, 3, 4, 5, 6]]
-    assert tree.parents.tolist() == [[0, 0, 0, 1, 1, 2, 2]]
-
-
 @pytest.mark.parametrize(
     ("shape", "num_candidates", "num_nodes", "max_accepted"),
     [
@@ -236,6 +199,7 @@ def test_more_nodes_asked_than_can_be_drafted():
         ((6, 1, 8), 6, 7, 6),
         ((8, 3, 4), 66, 4, 3),
         ((1, 2, 9), 2, 3, 1),
+        ((2, 2, 60), 6, 7, 2),
     ],
 )
 def test_counts_of_a_config(shape, num_candidates, num_nodes, max_accepted):

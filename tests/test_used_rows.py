@@ -110,16 +110,15 @@ def test_cuda_uses_the_kernel_where_it_fits(switched_on, platform, dtype, width,
     assert ("triton" in program) == is_used
 
 
-def test_the_kernel_is_off_by_default(monkeypatch, fresh_programs):
+@pytest.mark.usefixtures("fresh_programs")
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_kernel_is_off_by_default_and_where_devices_share_a_cache(monkeypatch, num_devices):
     monkeypatch.delenv(used_rows.SWITCH, raising=False)
+    if num_devices == 2:
+        monkeypatch.setenv(used_rows.SWITCH, "1")
     args = arrays((8, 2), 576, 60, 60, [300], width=128, dtype=jnp.bfloat16)
-    program = jax.jit(attend_cached).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert "triton" not in program
-
-
-def test_devices_that_share_a_cache_use_no_kernel(switched_on):
-    args = arrays((8, 2), 576, 60, 60, [300], width=128, dtype=jnp.bfloat16)
-    with jax.set_mesh(make_mesh(MeshConfig(data=1, tensor=2), jax.devices()[:2])):
+    mesh = make_mesh(MeshConfig(data=1, tensor=num_devices), jax.devices()[:num_devices])
+    with jax.set_mesh(mesh):
         program = jax.jit(attend_cached).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" not in program
 

@@ -138,10 +138,8 @@ def test_batches_count_by_their_trained_rows(target, draft):
         # A cosine near 0 is a sum of terms of either sign, up to 1.
         near = rounding(BATCH.tokens.size)
         np.testing.assert_allclose(value, want[name], rtol=near, atol=1e-7, err_msg=name)
-    halves = [
-        draft_metrics(add_up([validate(draft, target, part(rows))])[0])
-        for rows in (slice(2), slice(2, 4))
-    ]
+    parts = [validate(draft, target, part(rows)) for rows in (slice(2), slice(2, 4))]
+    halves = [draft_metrics(add_up([result])[0]) for result in parts]
     means = np.mean([half["validation_loss"] for half in halves], axis=0)
     assert (np.abs(means / want["validation_loss"] - 1) > 1e-3).any()  # a mean of means is wrong
     assert shown.tokens.shape == (R, 2, T)
