@@ -513,7 +513,7 @@ AVX512 static void attend_queries(const void *work, int64_t piece) {
   if (!all_scores) abort();
   float *own_weights = all_scores + num_queries * size;
   float *outputs[MAX_QUERIES], totals[MAX_QUERIES];
-  const float *weights[MAX_QUERIES];
+  const float *weights[MAX_QUERIES], *weights_of_own[MAX_QUERIES];
   const uint8_t *can_attend[MAX_QUERIES];
   int64_t num_own = 0;  // keys up to the last that a query attends
   for (int64_t j = 0; j < MAX_QUERIES; ++j) {  // after the last, this again
@@ -522,6 +522,7 @@ AVX512 static void attend_queries(const void *work, int64_t piece) {
     outputs[j] = a->out + (((b * T + t) * a->K + head % a->K) * a->num_groups + group) * H;
     can_attend[j] = a->can_attend + b * a->mask_size + t * M;
     weights[j] = all_scores + query * size;
+    weights_of_own[j] = own_weights + query * (M + KEYS);
     for (int64_t m = num_own; m < M; ++m)
       if (can_attend[j][m]) num_own = m + 1;
   }
@@ -553,10 +554,8 @@ AVX512 static void attend_queries(const void *work, int64_t piece) {
       add(outputs + j, chunk, NULL, v + i * H, count, H);
     }
   }
-  for (int64_t j = 0; j < MAX_QUERIES; ++j)
-    weights[j] = own_weights + (j < num_queries ? j : num_queries - 1) * (M + KEYS);
   for (int64_t j = 0; j < num_queries; j += 4)
-    add(outputs + j, weights + j, can_attend + j, own_v, num_own, H);
+    add(outputs + j, weights_of_own + j, can_attend + j, own_v, num_own, H);
   for (int64_t j = 0; j < num_queries; ++j) {
     const float factor = totals[j] == 0 ? 0 : 1 / totals[j];
     for (int64_t h = 0; h < H; ++h) outputs[j][h] *= factor;

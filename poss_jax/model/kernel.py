@@ -104,7 +104,7 @@ def multiply_tiles(
 def _kernel(
     name: str, *shapes: tuple[int, ...], vmap_method: str = "sequential"
 ) -> Callable[..., Any]:
-    """A function of the kernel with float32 outputs; `vmap` calls it for each element."""
+    """A function of the kernel with float32 outputs; `vmap_method` as in `jax.ffi.ffi_call`."""
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     output = outputs[0] if len(outputs) == 1 else outputs
     return jax.ffi.ffi_call(f"{_PREFIX}{name}", output, vmap_method=vmap_method)
