@@ -1,6 +1,5 @@
 """Configs: spans drawn, values and files read strictly, and the message a user gets."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,14 @@ from poss_jax.config.decoding import AnswerConfig, DecodingConfig, GenerateConfi
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config, read_yaml
 from poss_jax.config.regenerate import RegenerateConfig
-from poss_jax.config.training import OptimizerConfig, SpecialistsConfig, TrainConfig
+from poss_jax.config.training import OptimizerConfig, TrainConfig
 from poss_jax.shapes import Array, Float
 
 ROPE = RopeConfig(type="llama3", theta=5e5, factor=8.0)
 LAYER = tiny_llama(rope=ROPE, eos_token_ids=(1, 2))
+LLAMA = config_to_dict(LAYER)
+ODD_HEADS = LLAMA | {"num_kv_heads": 3}
 DRAFT_RUN = {"stage": "draft", "output": "runs/x", "target": "models/t", "num_epochs": 2}
-
-
-# --------------------------------------------------------------------------------------------------
-# Specialists
 
 
 def test_specialist_at_drawn():
@@ -38,78 +35,26 @@ def test_specialist_at_drawn():
 
 
 # --------------------------------------------------------------------------------------------------
-# Trees
-
-
-# --------------------------------------------------------------------------------------------------
 # Reading
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        LAYER,
-        DraftConfig(layer=LAYER, positions_per_specialist=(3, 3)),
-        TreeConfig(),
-        BenchConfig(target="t", drafts={"poss3": "runs/poss3"}, tree=TreeConfig(depth=2)),
-        TrainConfig(
-            stage="draft",
-            output="runs/x",
-            target="models/t",
-            num_epochs=20,
-            specialists=SpecialistsConfig(positions_per_specialist=(3, 3), depth=6),
-            optimizer=OptimizerConfig(clip_value=None),
-        ),
-    ],
-    ids=lambda config: type(config).__name__,
-)
-def test_config_is_read_back_equal_and_frozen(config):
-    twin = build_config(type(config), config_to_dict(config), origin="twin")
-    assert twin == config
-    if not isinstance(config, BenchConfig):  # which has dicts, and is no static argument
-        assert hash(twin) == hash(config)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.seed = 1
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sed": 1}, "unknown key 'sed'; did you mean 'seed'?"),
-        (
-            {"optimizer": {"lerning_rate": 1}},
-            "unknown key 'optimizer.lerning_rate'; did you mean 'optimizer.learning_rate'?",
-        ),
-        (
-            {"learning_rate": 1},
-            "unknown key 'learning_rate'; did you mean 'optimizer.learning_rate'?",
-        ),
-        (
-            {"model": {"rope": {"typ": "linear"}}},
-            "unknown key 'model.rope.typ'; did you mean 'model.rope.type'?",
-        ),
+        ({"sed": 1, "target": None}, "unknown key 'sed'; did you mean 'seed'?"),
+        ({"weight_decay": 1}, "unknown key 'weight_decay'; did you mean 'optimizer.weight_decay'?"),
+        ({"mesh": {"dta": 1}}, "unknown key 'mesh.dta'; did you mean 'mesh.data'?"),
         ({"target": None}, "stage draft needs the key 'target'"),
-        (
-            {"model": config_to_dict(LAYER) | {"num_kv_heads": 3}},
-            "model: num_heads 4 is not a multiple of num_kv_heads 3",
-        ),
+        ({"model": ODD_HEADS}, "model: num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"model": {}}, "missing key 'model.vocab_size'"),
         ({"data": None}, "data: want a mapping of keys, got None"),
         ({"batch_size": 0}, "batch_size: Input should be greater than 0, got 0"),
-        (
-            {"data": {"sequence_length": 1}},
-            "data.sequence_length: Input should be greater than 1, got 1",
-        ),
         ({"num_tokens": 5}, "want either num_tokens or num_epochs; set the other to null"),
         ({"num_epochs": None}, "want either num_tokens or num_epochs; set the other to null"),
         ({"stage": "both"}, "stage: Input should be 'target' or 'draft', got 'both'"),
-        *(
-            (
-                {"specialists": {"positions_per_specialist": [3, span]}},
-                "specialists.positions_per_specialist.1: Input should be greater than 0, got "
-                f"{span}",
-            )
-            for span in (0, -1)
+        (
+            {"specialists": {"positions_per_specialist": [3, 0]}},
+            "specialists.positions_per_specialist.1: Input should be greater than 0, got 0",
         ),
         ({1: 2}, "1: Keys should be strings, got 1"),
     ],
@@ -118,11 +63,6 @@ def test_refusals_are_one_clear_line(change, message):
     with pytest.raises(UserError) as caught:
         build_config(TrainConfig, DRAFT_RUN | change, origin="run.yaml")
     assert str(caught.value) == f"run.yaml: {message}"
-
-
-def test_misspelt_key_is_named_before_the_missing_one():
-    with pytest.raises(UserError, match="unknown key 'outptu'; did you mean 'output'"):
-        build_config(TrainConfig, {"stage": "draft", "outptu": "x"}, origin="run.yaml")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,7 +75,7 @@ KINDS = [
     if isinstance(kind, type) and kind.__module__ == module.__name__
 ]
 NEEDED = {
-    LlamaConfig: config_to_dict(LAYER),
+    LlamaConfig: LLAMA,
     DraftConfig: {"layer": LAYER},
     TrainConfig: DRAFT_RUN,
     BenchConfig: {"target": "t"},
@@ -162,15 +102,11 @@ def numbers(schema: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_number_has_both_bounds(kind):
     for where, number in numbers(pydantic.TypeAdapter(kind).json_schema()):
-        least = [
-            number[key] for key in ("minimum", "exclusiveMinimum", "ge", "gt") if key in number
-        ]
-        most = [number[key] for key in ("maximum", "exclusiveMaximum", "le", "lt") if key in number]
-        assert least and most, where
-        is_wide = number["type"] == "number" or where.endswith(
-            ("/seed", "/seeds/items", "/num_tokens/anyOf")
-        )
-        assert -1e30 <= max(least) < min(most) <= (1e30 if is_wide else 2**31), where
+        lower = [number[key] for key in ("minimum", "exclusiveMinimum") if key in number]
+        upper = [number[key] for key in ("maximum", "exclusiveMaximum") if key in number]
+        wide_integers = ("/seed", "/seeds/items", "/num_tokens/anyOf")
+        is_wide = number["type"] == "number" or where.endswith(wide_integers)
+        assert -1e30 <= max(lower) < min(upper) <= (1e30 if is_wide else 2**31), where
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -178,9 +114,9 @@ def test_no_number_is_true_or_endless(kind):
     properties = pydantic.TypeAdapter(kind).json_schema()["properties"]
     names = [name for name in properties if dict(numbers({name: properties[name]}))]
     for name in names:
-        lists = [part.get("type") == "array" for part in [properties[name]]]
+        is_list = properties[name].get("type") == "array"
         for value in (True, 10**400, -(10**400), "9" * 5000, float("nan"), float("-inf"), 1e308):
-            values = NEEDED.get(kind, {}) | {name: [value] if any(lists) else value}
+            values = NEEDED.get(kind, {}) | {name: [value] if is_list else value}
             with pytest.raises(UserError) as caught:
                 build_config(kind, values, origin="test")
             assert f"test: {name}" in str(caught.value) and len(str(caught.value)) < 300
@@ -197,7 +133,7 @@ def test_no_number_is_true_or_endless(kind):
         (
             TrainConfig,
             {"num_epochs": None, "num_tokens": 10**17},
-            "num_tokens 100000000000000000 are 48828125000000 steps; lower it",
+            "00 are 48828125000000 steps; lower",
         ),
     ],
 )
@@ -213,20 +149,15 @@ def test_numbers_may_be_text_as_yaml_reads_them():
     assert (run.batch_size, run.seed, run.optimizer.learning_rate) == (8, 3, 1e-4)
 
 
-def test_epochs_of_too_many_tokens_are_refused_once_the_rows_are_known():
-    run = build_config(TrainConfig, DRAFT_RUN | {"num_epochs": 1e6}, origin="test")
-    with pytest.raises(
-        UserError, match=r"num_epochs 1e\+06: num_tokens: Input should be less than"
-    ):
-        run.with_budget(10**12)
-
-
 def test_steps_spend_the_budget():
     budget = {"num_tokens": 10_000, "num_epochs": None, "batch_size": 4}
     run = TrainConfig(**DRAFT_RUN | budget)  # 256 tokens a row
     assert run.num_steps == 10 and run.with_budget(1000) is run
     epochs = TrainConfig(**DRAFT_RUN | {"num_epochs": 1.5, "batch_size": 4}).with_budget(9)
     assert (epochs.num_tokens, epochs.num_steps) == (3456, 4)  # 13.5 rows, 3.4 batches
+    run = TrainConfig(**DRAFT_RUN | {"num_epochs": 1e6})
+    with pytest.raises(UserError, match=r"num_epochs 1e\+06: num_tokens: Input should be less"):
+        run.with_budget(10**12)
 
 
 def test_annotations_are_checked_while_testing():
@@ -245,78 +176,56 @@ def test_sizes_of_a_result_are_those_of_the_parameters():
             pad(row, width)
 
 
-def write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
-
-
 def test_overrides_win_over_file_and_base(tmp_path):
-    write(
-        tmp_path / "base.yaml",
-        "{stage: draft, output: a, target: t, num_tokens: 9, seed: 1, "
-        "optimizer: {learning_rate: 1e-4, b1: 0.5}}",
+    (tmp_path / "base.yaml").write_text(
+        "{stage: draft, output: a, target: t, num_tokens: 9, optimizer: {b1: 0.5, b2: 0.6}}"
     )
-    (tmp_path / "runs").mkdir()
-    run = write(
-        tmp_path / "runs" / "run.yaml",
-        "base: ../base.yaml\noutput: b\nseed: 2\noptimizer: {learning_rate: 2.0e-4}\n",
-    )
-    config = load_config(TrainConfig, run)
-    assert (config.output, config.seed, config.target) == ("b", 2, "t")
-    assert config.optimizer == OptimizerConfig(learning_rate=2e-4, b1=0.5)
-
-    overrides = [
-        "seed=3",
-        "optimizer.learning_rate=1e-3",
-        "optimizer.clip_value=null",
-        "specialists.positions_per_specialist=[3, 3]",
-        "specialists.depth=6",
-        "data.source=a=b.txt",
-    ]
-    config = load_config(TrainConfig, run, overrides)
-    assert config.seed == 3
-    assert config.optimizer == OptimizerConfig(learning_rate=1e-3, b1=0.5, clip_value=None)
+    run = tmp_path / "runs" / "run.yaml"
+    run.parent.mkdir()
+    run.write_text("base: ../base.yaml\noutput: b\nseed: 2\noptimizer: {b2: 0.7}\n")
+    words = ["seed=3", "optimizer.clip_value=null", "data.source=a=b.txt"]
+    words += ["specialists={positions_per_specialist: [3, 3], depth: 6}"]
+    for overrides, seed, clipped in ((), 2, {}), (words, 3, {"clip_value": None}):
+        config = load_config(TrainConfig, run, overrides)
+        assert (config.output, config.seed, config.target) == ("b", seed, "t")
+        assert config.optimizer == OptimizerConfig(b1=0.5, b2=0.7, **clipped)
     assert config.specialists.positions_per_specialist == (3, 3)
     assert config.data.source == "a=b.txt"
+
+
+RUN = "{stage: draft, output: a, target: t, num_tokens: 9}"
 
 
 def refused(folder: Path, text: str | bytes, *overrides: str) -> str:
     (folder / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError) as caught:
         load_config(TrainConfig, folder / "run.yaml", overrides)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n- b\n", "want a mapping of keys, got list"),
         ("", "want a mapping of keys, got NoneType"),
-        ("stage: [draft\n", "not valid YAML: while parsing"),
         (b"\xff\xfe\x00", "not valid YAML"),
-        (
-            "base: missing.yaml\n",
-            "missing.yaml: No such file or directory; give the path of a YAML",
-        ),
-        ("base: run.yaml\n", "base: want the path of another YAML file, got 'run.yaml'"),
-        ("base: circle.yaml\n", "circle.yaml: base: want the path of another YAML file, got 'run"),
-        ("base: 3\n", "base: want the path of another YAML file, got 3"),
+        ("base: missing.yaml", "missing.yaml: No such file or directory; give the path of a YAML"),
+        ("base: run.yaml", "base: want the path of another YAML file, got 'run.yaml'"),
+        ("base: circle.yaml", "circle.yaml: base: want the path of another YAML file, got 'run"),
+        ("base: 3", "base: want the path of another YAML file, got 3"),
         (f"base: '{'9' * 6000}'", "9...: File name too long; give the path"),
     ],
     ids=lambda text: repr(text)[:20],
 )
 def test_bad_file_is_refused(tmp_path, text, message):
-    write(tmp_path / "circle.yaml", "base: run.yaml")
+    (tmp_path / "circle.yaml").write_text("base: run.yaml")
     assert message in refused(tmp_path, text)
-
-
-RUN = "{stage: draft, output: a, target: t, num_tokens: 9}"
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        ("[draft", "while parsing a flow sequence"),
         ("2024-13-45", "month must be in 1..12"),
         ("9" * 5000, "Exceeds the limit (4300 digits)"),
         ("[" * 1000, "nested too deep"),
@@ -325,40 +234,35 @@ RUN = "{stage: draft, output: a, target: t, num_tokens: 9}"
         ("!!bool maybe", "'maybe'"),
         ("!!timestamp x", ""),
         ("!!python/object:os.system x", "could not determine a constructor"),
-        ("=", "could not determine a constructor"),
     ],
     ids=lambda text: text[:20],
 )
 def test_yaml_that_is_refused(tmp_path, text, problem):
     override = refused(tmp_path, RUN, f"output={text}")
-    assert "override 'output=" in override and len(override) < 700
+    assert "override 'output=" in override
     for message in (override, refused(tmp_path, f"output: {text}")):
         assert problem in message
 
 
 def test_merged_keys_are_not_given_twice(tmp_path):
-    shared = write(tmp_path / "y", "x: &x {b1: 0.5}\noptimizer: {<<: *x, b2: 0.6}\ndrafts: *x")
-    assert read_yaml(shared)["optimizer"] == {"b1": 0.5, "b2": 0.6}
+    path = tmp_path / "shared.yaml"
+    path.write_text("x: &x {b1: 0.5}\noptimizer: {<<: *x, b2: 0.6}\ndrafts: *x")
+    assert read_yaml(path)["optimizer"] == {"b1": 0.5, "b2": 0.6}
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("seed", "override 'seed': want section.key=value"),
         ("=3", "override '=3': want section.key=value"),
-        ("seed=[1", "override 'seed=[1': want a YAML value after the ="),
-        ("optimizer.b3=1", "override 'optimizer.b3=1': unknown key 'optimizer.b3'; did you mean"),
         ("optimizer={b3: 1}", "override 'optimizer={b3: 1}': unknown key 'optimizer.b3'; did"),
         ("optimizer={b1: x}", "override 'optimizer={b1: x}': b1: Input should be a valid number"),
-        ("stage=x", "override 'stage=x': Input should be "),
+        ("optimizer.b1=true", "override 'optimizer.b1=true': want a number, got True"),
         ("seed.x=1", "seed: Input should be a valid integer"),
         ("seed" * 3000 + "=1", "unknown key 'seedseed"),
         (".".join("a" * 5000) + "=1", "want section.key=value"),
         ("output=2024-12-12", "Input should be a valid string, got datetime.date("),
-        ("optimizer.b1=true", "override 'optimizer.b1=true': want a number, got True"),
     ],
     ids=lambda text: text[:20],
 )
 def test_bad_override_is_refused(tmp_path, override, message):
-    error = refused(tmp_path, RUN, override)
-    assert message in error and len(error) < 400
+    assert message in refused(tmp_path, RUN, override)

@@ -1,4 +1,4 @@
-"""The command `poss`: it starts at once, knows every program, and names them as they were typed."""
+"""The command `poss`: it starts at once, knows every program, names and completes them."""
 
 import importlib
 import os
@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from programs import refusal
 
 import poss_jax
 from poss_jax import __main__ as poss
@@ -16,7 +17,6 @@ from poss_jax.program.commands import COMMANDS, name_programs, started_as
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-HEAVY = {"jax", "numpy", "pydantic", "transformers", "tqdm"}
 IMPORTED = """
 import runpy, sys
 sys.argv = {argv!r}
@@ -36,16 +36,14 @@ def start(*words: str) -> tuple[str, set[str]]:
     return printed, set(modules.split())
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["--version"]], ids=" ".join)
-def test_it_starts_without_the_packages_of_its_programs(words: list[str]) -> None:
-    printed, modules = start(*words)
-    assert not HEAVY & modules
-    if words == ["--version"]:
-        assert printed == f"poss_jax {poss_jax.__version__}\n"
-    else:
-        lines = printed.splitlines()
-        assert all(any(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS)
-        assert len(lines) <= 24 and max(map(len, lines)) <= 80
+def test_it_starts_without_the_packages_of_its_programs(capsys) -> None:
+    printed, modules = start()
+    assert not {"jax", "numpy", "pydantic", "transformers", "tqdm"} & modules
+    lines = printed.splitlines()
+    assert all(any(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS)
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    poss.main(["--version"])
+    assert capsys.readouterr().out == f"poss_jax {poss_jax.__version__}\n"
 
 
 ASKED = """
@@ -135,20 +133,29 @@ def test_an_unknown_command_names_the_nearest(typed, hint, capsys, monkeypatch) 
 
 
 @pytest.mark.parametrize(
-    ("typed", "generate", "convert"),
+    ("typed", "this", "generate", "convert"),
     [
-        ("infer/generate.py", "python -m infer.generate", "python -m poss_jax.convert"),
-        ("/bin/poss-generate", "poss generate", "poss convert"),
-        ("poss generate", "poss generate", "poss convert"),
-        ("python -m poss_jax chat", "python -m poss_jax generate", "python -m poss_jax convert"),
+        ("infer/generate.py", None, "python -m infer.generate", "python -m poss_jax.convert"),
+        ("/my bench", None, "python -m infer.generate", "python -m poss_jax.convert"),
+        ("/bin/poss-generate", "poss-generate", "poss generate", "poss convert"),
+        ("poss generate", "poss generate", "poss generate", "poss convert"),
+        (
+            "python -m poss_jax chat",
+            "python -m poss_jax chat",
+            "python -m poss_jax generate",
+            "python -m poss_jax convert",
+        ),
+        ("poss inspect", "poss", "poss generate", "poss convert"),  # one command of several
     ],
 )
-def test_help_names_programs_as_the_user_started_this_one(typed, generate, convert, monkeypatch):
+def test_help_names_programs_as_the_user_started_this_one(
+    typed, this, generate, convert, monkeypatch
+):
     monkeypatch.setattr(sys, "argv", [typed])
     text = "see `poss convert`, poss generate and poss draft-vocabulary."
     expected = f"see `{convert}`, {generate} and poss draft-vocabulary."
     assert name_programs(text) == expected
-    assert started_as("infer.generate") in (typed, generate, "poss-generate")
+    assert started_as("infer.generate") == (this or generate)
 
 
 def test_names_of_the_package_are_imported_when_they_are_used() -> None:
@@ -156,3 +163,47 @@ def test_names_of_the_package_are_imported_when_they_are_used() -> None:
         assert getattr(poss_jax, name)
     with pytest.raises(AttributeError, match="module 'poss_jax' has no attribute 'Enigne'"):
         _ = poss_jax.Enigne  # type: ignore[attr-defined]
+
+
+# --------------------------------------------------------------------------------------------------
+# Completion in a shell
+
+COMPLETE = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+"$(complete -p poss | sed 's/.*-F \\([^ ]*\\).*/\\1/')" 2>/dev/null
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("completion") / "poss"
+    path.write_text(poss.make_completion(["bash"]))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("", [*COMMANDS]),
+        ("bench --overw", ["--overwrite"]),
+        ("inspect --veri", ["--verify"]),
+        ("convert export --mod", ["--model"]),
+        ("generate --prompts pypro", ["pyproject.toml"]),
+        ("convert target --source pypro", ["pyproject.toml"]),
+    ],
+)
+def test_bash_completes(completion, typed, expected):
+    words = ["bash", "-c", COMPLETE, "bash", completion, "poss", *typed.split(" ")]
+    found = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert sorted(found.stdout.split()) == sorted(expected)
+
+
+def test_completion_of_other_shells(monkeypatch):
+    zsh = poss.make_completion(["zsh"])
+    assert zsh.startswith("#compdef poss") and all(f"{name}:" in zsh for name in COMMANDS)
+    for words in (["csh"], [], ["bash", "zsh"]):
+        assert "want bash or zsh, got" in refusal(poss.make_completion, *words)
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert "pip install 'poss-jax[completion]'" in refusal(poss.make_completion, "bash")

@@ -18,8 +18,9 @@ import pytest
 
 import poss_jax
 from poss_jax.config.reading import UserError
+from poss_jax.data.progress import progress_bar
 from poss_jax.program.output import announce, print_summary
-from poss_jax.program.running import Parser, run_program
+from poss_jax.program.running import run_program
 
 MEMORY = "lower the batch size, the lengths or the tree, in training data.sequence_length, batch_"
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 bytes.\nx")
@@ -105,7 +106,6 @@ NO_FILE = "error: config nowhere.yaml: No such file or directory; give the path 
     ("program", "arguments", "error"),
     [
         ("infer.generate", ["--target", "nowhere", "--prompt", "x"], NOWHERE),
-        ("infer.bench", ["--target", "nowhere"], NOWHERE),
         ("infer.serve", ["--target", "nowhere", "--port", "0"], NOWHERE),
         ("train.main", ["--config", "nowhere.yaml"], NO_FILE),
     ],
@@ -135,22 +135,14 @@ def show_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
 
 
-def test_other_programs_and_people_who_ask_for_it_get_json(monkeypatch, capsys):
+def test_results_are_json_for_programs_and_few_digits_for_people(monkeypatch, capsys):
     print_summary(RESULT, "some text")
     assert json.loads(capsys.readouterr().out) == RESULT
     show_on_a_terminal(monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["poss-train", "--json"])
-    print_summary(RESULT, "some text")
-    assert json.loads(capsys.readouterr().out) == RESULT
-
-
-def test_people_get_a_text_or_the_numbers_with_few_digits(monkeypatch, capsys):
-    show_on_a_terminal(monkeypatch)
-    print_summary(RESULT, "some text")
-    print_summary(RESULT, "")
-    assert capsys.readouterr().out == "some text\n"
-    print_summary(RESULT)
+    for text in ("some text", "", None):
+        print_summary(RESULT, text)
     assert capsys.readouterr().out.splitlines() == [
+        "some text",
         "model step    24,000",
         "loss          4.65",
         "share         0.0465",
@@ -158,6 +150,9 @@ def test_people_get_a_text_or_the_numbers_with_few_digits(monkeypatch, capsys):
         "not answered  too long 3, refused 1",
         "is done       yes",
     ]
+    monkeypatch.setattr(sys, "argv", ["poss-train", "--json"])
+    print_summary(RESULT, "some text")
+    assert json.loads(capsys.readouterr().out) == RESULT
 
 
 def test_long_work_is_announced_on_a_terminal(monkeypatch, capsys):
@@ -230,68 +225,44 @@ def test_nothing_is_closed_after_an_interruption():
     assert result.stdout == "begun\nthe thread ended\n"
 
 
-def nobody(uid: int) -> None:
-    raise KeyError(uid)
+def test_compiled_programs_are_kept_in_the_home_folder_if_there_is_one(
+    tmp_path, monkeypatch, caplog
+):
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
 
-
-def test_a_user_without_home_or_name_is_told_and_served(monkeypatch, caplog):
-    before = jax.config.jax_compilation_cache_dir
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    run_program(lambda: None)
-    assert jax.config.jax_compilation_cache_dir == before
-    (record,) = caplog.records
-    assert "set HOME or POSS_JAX_CACHE" in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("started_as", "name"),
-    [
-        ("/usr/bin/poss-bench", "poss-bench"),
-        ("/a/bench.py", "python -m infer.bench"),
-        ("poss bench", "poss bench"),
-        ("python -m poss_jax tune", "python -m poss_jax tune"),
-        ("/my bench", "python -m infer.bench"),
-        ("poss inspect", "poss"),  # of several commands, one of which is inspect
-    ],
-)
-def test_the_usage_names_what_a_program_was_started_as(started_as, name, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [started_as])
-    assert Parser(module="infer.bench").prog == name
-
-
-@pytest.fixture
-def restored_settings() -> Iterator[None]:
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    try:
+        monkeypatch.delenv("HOME")
+        run_program(lambda: None)
+        (record,) = caplog.records
+        assert "set HOME or POSS_JAX_CACHE" in record.getMessage()
+        assert jax.config.jax_compilation_cache_dir == before[names[0]]
+        monkeypatch.setenv("HOME", str(tmp_path))
+        run_program(lambda: None)
+        kept = str(tmp_path / ".cache" / "poss_jax" / "xla")
+        assert jax.config.jax_compilation_cache_dir == kept
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as told")
+        jax.config.update("jax_compilation_cache_dir", "as told")
+        run_program(lambda: None)
+        assert jax.config.jax_compilation_cache_dir == "as told"
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
-@pytest.mark.usefixtures("restored_settings")
-def test_compiled_programs_are_kept_unless_told_where(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    jax.config.update("jax_compilation_cache_dir", "as told")
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as told")
-    run_program(lambda: None)
-    assert jax.config.jax_compilation_cache_dir == "as told"
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    run_program(lambda: None)
-    kept = tmp_path / ".cache" / "poss_jax" / "xla"
-    assert jax.config.jax_compilation_cache_dir == str(kept)
+def test_pipe_gets_no_bar(capfd):
+    assert list(progress_bar(range(3), desc="work")) == [0, 1, 2]
+    assert capfd.readouterr() == ("", "")
 
 
 PROGRAM = """
 from poss_jax.data.progress import progress_bar
 list(progress_bar(range(3), desc="work"))
 """
-
-
-def test_pipe_gets_no_bar() -> None:
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True)
-    assert run.stdout == run.stderr == b""
 
 
 def test_terminal_of_unknown_size_shows_the_bar() -> None:
