@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ class Hub:
       gated: ids that are shown to everybody and given to those who send TOKEN.
       private: ids that are not even shown without TOKEN.
       requests: method, path and token of every request.
-      num_bytes: sent in all bodies.
+      num_bytes: sent in the bodies of every model.
     """
 
     url: str = ""
@@ -36,7 +37,7 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     private: set[str] = field(default_factory=set)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    num_bytes: int = 0
+    num_bytes: Counter[str] = field(default_factory=Counter)
 
 
 @contextmanager
@@ -106,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         if with_body:
-            self.hub.num_bytes += len(body)
+            self.hub.num_bytes[model] += len(body)
             self.wfile.write(body)
 
     def _find(

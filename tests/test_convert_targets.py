@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convert_sources import draft_tensors, draw, refusal_of, run, target_tensors, write_source
+from convert_sources import draft_tensors, refusal_of, run, target_tensors, write_source
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf_files import HEAD_DIM, VOCABULARY, draw_tensors, write_gguf, write_out
 from models import random_tokens, stacked
-from safetensors.numpy import save_file
 
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import TOKENIZER_FILES, read_record
@@ -207,44 +206,6 @@ def test_tokenizer_template_and_generation_config_travel_byte_for_byte(tmp_path)
     assert (tmp_path / "draft/chat_template.jinja").read_text() == "{{ 'é' }}\n"
 
 
-Q_PROJ = "model.layers.0.self_attn.q_proj"
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({f"{Q_PROJ}.qweight": np.int32}, "quantised weights .*qweight"),
-        ({f"{Q_PROJ}.scales": np.float16}, "quantised weights .*scales"),
-        ({f"{Q_PROJ}.weight_scale": np.float32}, "quantised weights .*weight_scale"),
-        ({f"{Q_PROJ}.weight_scale_inv": np.float32}, "quantised weights .*weight_scale_inv"),
-        ({f"{Q_PROJ}.weight.absmax": np.float32}, "quantised weights .*absmax"),
-        ({f"{Q_PROJ}.weight": np.int8}, "quantised weights .*q_proj.weight of type I8"),
-        ({f"{Q_PROJ}.weight": np.uint8}, "quantised weights .*q_proj.weight of type U8"),
-        ({"model.layers.0.mlp.experts.0.w1.weight": np.float32}, "a mixture of experts"),
-        ({"model.layers.0.block_sparse_moe.gate.weight": np.float32}, "experts .*block_sparse_"),
-        ({"midlayer.hidden_norm.weight": np.float32}, "an EAGLE-3 draft .midlayer"),
-        ({"d2t": np.int64, "t2d": np.bool_}, "an EAGLE-3 draft .d2t"),
-        (
-            {f"base_model.model.{Q_PROJ}.lora_A.weight": np.float32},
-            "a LoRA adapter .*lora_A.*merge it",
-        ),
-    ],
-)
-def test_tensors_that_tell_another_kind_of_model(tmp_path, extra, message):
-    tensors = target_tensors() | {key: np.ones((8, 8), dtype) for key, dtype in extra.items()}
-    folder = write_source(tmp_path / "source", tensors)
-    assert re.search(message, refusal_of(folder))
-
-
-def test_float8_weights(tmp_path):
-    folder = write_source(tmp_path / "source", target_tensors())
-    header = {"model.norm.weight": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}
-    text = json.dumps(header).encode()
-    file = folder / "model.safetensors"
-    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    assert re.search("quantised weights .*model.norm.weight of type F8_E4M3", refusal_of(folder))
-
-
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_quantised_bin(tmp_path, dtype):
@@ -255,14 +216,6 @@ def test_quantised_bin(tmp_path, dtype):
     state = {"model.norm.weight": torch.ones(8).to(getattr(torch, dtype))}
     torch.save(state, folder / "pytorch_model.bin")
     assert re.search(f"model.norm.weight.*{dtype}.*quantised", refusal_of(folder))
-
-
-def test_adapter_folder(tmp_path):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    save_file(draw({"x.lora_A.weight": (2, 8)}), folder / "adapter_model.safetensors")
-    assert re.search("a LoRA adapter .adapter_config.json.*merge it", refusal_of(folder))
 
 
 # What transformers does not take from the file, or takes for a vocabulary of the usual size.

@@ -4,16 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
-from convert_sources import TINY, target_tensors, write_source
+from convert_sources import TINY
 from models import IDENTITY, tiny_llama
 
 from poss_jax.checkpoint.record import new_record
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.hf import parse_llama_config
 from poss_jax.convert.layouts import LAYOUTS, Outgoing, target_config_json
-from poss_jax.convert.source import open_source
 
 
 def parse(values, generation=None):
@@ -32,6 +30,14 @@ TRAINED = "original_max_position_embeddings"
 FACTORS = {"short_factor": (1.0, 1.5), "long_factor": (2.0, 40.5)}
 LONGROPE_ROPE = RopeConfig(type="longrope", factor=2.0, **{TRAINED: 32}, **FACTORS)
 
+
+MISTRAL = {"model_type": "mistral", "max_position_embeddings": 64}
+PHI3 = {"model_type": "phi3"}
+SLIDING = {"layer_types": ["sliding_attention"] * 2}
+MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
+QWEN = {"model_type": "qwen2", "max_position_embeddings": 64, "sliding_window": 16}
+QWEN_SLIDES = QWEN | {"use_sliding_window": True}
+WINDOW = "a sliding window of .* is active"
 
 LLAMA3_TYPED = {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3
 LLAMA3_OLD = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3"} | LLAMA3}
@@ -108,18 +114,24 @@ def test_rope_spellings(values, want):
         ({"num_hidden_layers": True}, "num_hidden_layers: want a number, got True"),
         ({"vocab_size": 2**31}, "vocab_size: Input should be less than 2147483648"),
         ({"hidden_act": "x" * 9000}, "hidden_act: want 'silu', got 'xxxxxxxxxxxx...xxxx"),
-        ({"model_type": "x" * 9000}, "model_type: want one of .*, got 'xxxxxxxxxxxx...xxxx"),
         ({"eos_token_id": {"a": 1}}, "eos_token_id: 0: Input should be a valid integer"),
         ({"pretraining_tp": 2}, "pretraining_tp: want 1, got 2"),
         ({"model_type": "gemma"}, "want one of llama, mistral, qwen2, qwen3, phi3, got 'gemma'"),
-        ({"model_type": ["llama"]}, "model_type"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"vocab_size": "many"}, "vocab_size"),
         ({"hidden_size": 10**12 + 1}, "hidden_size 1000000000001 is not a multiple of 2 heads"),
         ({"num_attention_heads": 10**12}, "hidden_size 8 is not a multiple of 1000000000000 heads"),
         ({"eos_token_id": [1] * 65}, "eos_token_id: want at most 64, got 65"),
         ({"num_attention_heads": 0}, "num_attention_heads: Input should be greater than 0, got 0"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "not a multiple"),
+        (MISTRAL | {"sliding_window": 63}, WINDOW),
+        ({"model_type": "mistral"}, WINDOW),  # 4096 of 131072, as transformers
+        (PHI3 | {"sliding_window": 2047}, WINDOW),  # of Phi-3-mini-4k
+        (QWEN_SLIDES | {"max_window_layers": 1}, WINDOW),
+        (QWEN_SLIDES | {"model_type": "qwen3", "max_window_layers": 0}, WINDOW),
+        (QWEN | MIXED, WINDOW),
+        (SLIDING | {"sliding_window": 2047}, WINDOW),
+        (SLIDING, "sliding_window: want a count"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types: want full"),
     ],
 )
 def test_config_refusals(values, message):
@@ -189,34 +201,6 @@ def test_defaults_are_those_of_transformers(family):
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
 
 
-MISTRAL = {"model_type": "mistral", "max_position_embeddings": 64}
-PHI3 = {"model_type": "phi3"}
-SLIDING = {"layer_types": ["sliding_attention"] * 2}
-MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
-QWEN = {"model_type": "qwen2", "max_position_embeddings": 64, "sliding_window": 16}
-QWEN_SLIDES = QWEN | {"use_sliding_window": True}
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        MISTRAL | {"sliding_window": 63},
-        {"model_type": "mistral"},  # 4096 of 131072, as transformers
-        PHI3 | {"sliding_window": 2047},  # of Phi-3-mini-4k
-        QWEN_SLIDES | {"max_window_layers": 1},
-        QWEN_SLIDES | {"model_type": "qwen3", "max_window_layers": 0},
-        QWEN | MIXED,
-        SLIDING | {"sliding_window": 2047},
-        SLIDING,
-        {"layer_types": ["chunked_attention"] * 2},
-    ],
-)
-def test_active_sliding_window_is_refused(values):
-    wrong = r"sliding window of .* is active|sliding_window: want a count|layer_types: want full"
-    with pytest.raises(UserError, match=wrong):
-        parse(values)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -236,26 +220,6 @@ def test_active_sliding_window_is_refused(values):
 )
 def test_sliding_window_that_cuts_nothing_is_read(values):
     parse(values)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights .*'gptq'"),
-        ({"compression_config": {"format": "x"}}, "quantised weights"),
-        ({"model_type": "mixtral"}, "a mixture of experts .mixtral"),
-        ({"model_type": "llama4_text"}, "a mixture of experts .llama4_text"),
-        ({"num_local_experts": 8}, "a mixture of experts .num_local_experts 8"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "an EAGLE-3 draft"),
-        ({"draft_vocab_size": 32000}, "an EAGLE-3 draft"),
-        ({"speculators_model_type": "x" * 9000}, r"holds a draft of speculators .x{97}\.\.\.\)"),
-    ],
-)
-def test_other_kinds_of_models_are_refused_by_name(tmp_path, values, message):
-    source = write_source(tmp_path / "source", target_tensors(), **values)
-    with pytest.raises(UserError, match=message) as caught:
-        read_checkpoint(open_source(str(source)), "target")
-    assert len(str(caught.value)) < 600
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,17 +287,13 @@ def test_targets_transformers_does_not_have(fields):
         target_config_json(replace(LLAMA, **fields), "float32")
 
 
-def test_longrope_as_phi3_reads_it():
-    """In transformers 4 it takes only these three keys, plus the trained context."""
+def test_rope_as_older_programs_read_it():
+    """Phi-3 in transformers 4 takes only these three keys; the original takes theta apart."""
     config = replace(LLAMA, fused_projections=True, rope=LONGROPE_OF_2048)
     values = target_config_json(config, "float32")
     assert values["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
     assert values["original_max_position_embeddings"] == 32
-
-
-def test_rope_as_the_original_reads_it():
-    config = TARGETS["linear rope"]
-    values = target_config_json(config, "float32")
+    values = target_config_json(TARGETS["linear rope"], "float32")
     assert values["rope_theta"] == 2e4
     assert (values["rope_scaling"]["type"], values["rope_scaling"]["factor"]) == ("linear", 2.0)
     assert target_config_json(LLAMA, "float32")["rope_scaling"] is None

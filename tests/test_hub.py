@@ -4,8 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
-from convert_sources import TINY, target_tensors, write_source
+from convert_sources import TINY, draft_tensors, run, target_tensors, write_source
 from hub_server import COMMIT, TOKEN, Hub, run_with_hub, serve
 from serving import free_port
 
@@ -13,11 +14,12 @@ from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError
 from poss_jax.convert.source import check_blob
 
-# Converts one source after the other, and prints what came of each.
+# Converts one source after the other, inspects the rest, and prints what came of each.
 _SCRIPT = """
 import json, sys
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main
+from poss_jax.convert.inspection import inspect
 said = {}
 for number, arguments in enumerate(json.loads(sys.argv[1])):
     try:
@@ -25,16 +27,22 @@ for number, arguments in enumerate(json.loads(sys.argv[1])):
         said[" ".join(arguments)] = None
     except UserError as error:
         said[" ".join(arguments)] = str(error)
-print(json.dumps(said))
+print(json.dumps(said | {name: inspect(name).summary for name in sys.argv[3:]}))
 """
 
 
-def convert(hub_url: str, home: Path, output: Path, sources: list[str], **env: str) -> dict:
-    """A process's message about each source; None if it was converted."""
-    given = json.dumps([source.split() for source in sources]), str(output)
-    said = run_with_hub(hub_url, home, _SCRIPT, *given, **env)
-    assert all("\n" not in (line or "") for line in said.values())
+def convert(
+    hub_url: str, home: Path, output: Path, sources: list[str], *inspected: str, **env: str
+) -> dict:
+    """A process's message about each source, None if it was converted, and what inspect found."""
+    arguments = json.dumps([source.split() for source in sources]), str(output), *inspected
+    said = run_with_hub(hub_url, home, _SCRIPT, *arguments, **env)
+    assert all("\n" not in (said[source] or "") for source in sources)
     return said
+
+
+BIG = draft_tensors(2, **{"embed_tokens.weight": (16, 8)})
+BIG["layers.0.mlp.up_proj.weight"] = np.zeros((200_000, 8), np.float32)
 
 
 @dataclass
@@ -56,27 +64,29 @@ def fetched(tmp_path_factory):
     (model / "pytorch_model.bin").write_bytes(b"not fetched beside safetensors")
     (model / "consolidated.safetensors").write_bytes(b"a second copy that is not fetched")
     (model / "tokenizer.json").write_text("{}")
-    only_bin = folder / "only_bin"
-    only_bin.mkdir()
-    (only_bin / "config.json").write_text(json.dumps(TINY))
-    (only_bin / "pytorch_model.bin").write_bytes(b"fetched")
-    sharded_bin = folder / "sharded_bin"
-    sharded_bin.mkdir()
-    (sharded_bin / "config.json").write_text(json.dumps(TINY))
-    (sharded_bin / "pytorch_model-00001-of-00001.bin").write_bytes(b"fetched")
+    big = write_source(folder / "big", BIG)
+    only_bin, sharded_bin = folder / "only_bin", folder / "sharded_bin"
+    for source, name in (
+        (only_bin, "pytorch_model.bin"),
+        (sharded_bin, "pytorch_model-00001-of-00001.bin"),
+    ):
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps(TINY))
+        (source / name).write_bytes(b"fetched")
     index = {"weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
     (sharded_bin / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     names = ("owner/tiny", "owner/gated", "owner/private")
-    hub = Hub(models=dict.fromkeys(names, model) | {"owner/bin": only_bin})
-    hub.models["owner/shards"] = sharded_bin
+    hub = Hub(models=dict.fromkeys(names, model) | {"owner/big": big})
+    hub.models |= {"owner/bin": only_bin, "owner/shards": sharded_bin}
     hub.gated, hub.private = {"owner/gated"}, {"owner/private"}
     with serve(hub):
         sources = ["owner/tiny", f"owner/tiny --revision {COMMIT}", BRANCH]
         sources += ["owner/missing", "owner/gated", "owner/private"]
         said = convert(hub.url, folder / "home", folder / "out", sources)
         before = len(hub.requests)
-        sources = ["owner/gated", "owner/private", "owner/bin", "owner/shards"]
-        with_token = convert(hub.url, folder / "home2", folder / "out2", sources, HF_TOKEN=TOKEN)
+        sources = ["owner/gated", "owner/private", "owner/shards"]
+        arguments = hub.url, folder / "home2", folder / "out2", sources, "owner/big", "owner/bin"
+        with_token = convert(*arguments, HF_TOKEN=TOKEN)
         yield Fetched(hub, folder / "home", folder / "out", said, with_token, hub.requests[before:])
 
 
@@ -95,9 +105,18 @@ def test_only_what_is_needed_is_fetched(fetched):
     # A .bin is fetched if safetensors are missing.
     bins = [path for _, path, _ in fetched.hub.requests if path.endswith(".bin")]
     assert bins and all(path.startswith(("owner/bin/", "owner/shards/")) for path in bins)
-    assert "pytorch_model.bin" in fetched.said_with_token["owner/bin"]
+    assert "pytorch_model.bin" in fetched.said_with_token["owner/bin"]["refused"]
     assert "pytorch_model-00001-of-00001.bin" in fetched.said_with_token["owner/shards"]
     assert "which is missing" not in fetched.said_with_token["owner/shards"]
+
+
+def test_inspect_fetches_only_headers(fetched):
+    found = fetched.said_with_token["owner/big"]
+    assert found["parameters"] == sum(value.size for value in BIG.values())
+    assert "up_proj.weight want [12, 8] got [200000, 8]" in found["refused"]
+    assert 0 < fetched.hub.num_bytes["owner/big"] < 200_000
+    paths = [path for _, path, _ in fetched.hub.requests]
+    assert any(path.startswith(f"owner/big/resolve/{COMMIT}/") for path in paths)
 
 
 UNKNOWN = "no folder {} here, and the Hub shows no such model; check the name, and set HF_TOKEN if"
@@ -125,17 +144,15 @@ def test_token_is_sent(fetched):
     assert {token for _, _, token in others} == {None}
 
 
-def test_offline_uses_the_cache(fetched, tmp_path):
+def test_offline_uses_the_cache(fetched, tmp_path, monkeypatch):
+    cache = str(fetched.home / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", cache)
     before = len(fetched.hub.requests)
-    sources = ["owner/tiny", "owner/other"]
-    said = convert(fetched.hub.url, fetched.home, tmp_path, sources, HF_HUB_OFFLINE="1")
-    assert said["owner/tiny"] is None
-    assert read_record(tmp_path / "0").target == read_record(fetched.output / "0").target
-    cache = fetched.home / "hub"
-    assert said["owner/other"] == (
-        f"HF_HUB_OFFLINE is set, and the cache {cache} does not hold all of owner/other; unset "
-        "it, or fetch the model first"
-    )
+    run("target", source="owner/tiny", output=tmp_path / "out")  # all tests are offline
+    assert read_record(tmp_path / "out").target == read_record(fetched.output / "0").target
+    lacks = f"HF_HUB_OFFLINE is set, and the cache {cache} does not hold all of owner/other; unset"
+    with pytest.raises(UserError, match=lacks):
+        run("target", source="owner/other", output=tmp_path / "other")
     assert len(fetched.hub.requests) == before
 
 
