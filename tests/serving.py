@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 
 from poss_jax import Engine
-from poss_jax.config.decoding import ServeConfig
+from poss_jax.config.decoding import EngineConfig, SamplingConfig, ServeConfig
 from poss_jax.engine.scheduler import Scheduler
 from poss_jax.serving.app import create_app
+from poss_jax.serving.requests import Job, add_guides, submit_grammar
 from poss_jax.serving.server import DrainingServer, listen, make_server
 from poss_jax.serving.service import Service
 
@@ -152,6 +154,21 @@ def started(command: Sequence[str], **environment: str) -> Iterator[Program]:
                 process.wait(60)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+class Tokenising(Engine):
+    """An engine without weights: it reads prompts and names tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.max_length, self.stop_ids = tokenizer, 1000, [2]
+        self.target_config: Any = SimpleNamespace(vocab_size=10_000)
+        self.fingerprint, self.draft_config, self.settings = "", None, EngineConfig()
+        self.recommended = SamplingConfig()
+
+
+def guided(engine: Engine, job: Job) -> Job:
+    """A job whose grammar is compiled, as the service does it."""
+    return add_guides(job, submit_grammar(engine, job.grammar)) if job.grammar else job
 
 
 def until(is_so: Callable[[], Any], seconds: float = 60.0) -> None:

@@ -1,13 +1,15 @@
 """`response_format` and `structured_outputs` as the server reads and answers them."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
 import pytest
-from serving import MODEL, serving, until
+from openai import OpenAI
+from serving import MODEL, Served, Tokenising, guided, serving, until
+from test_asking import user
 from test_grammar import PERSON, draw_engine
-from test_messages import Tokenising, guided
 from tokenizer_pool import VOCAB_SIZE, spell, tokenizer_of
 
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
@@ -128,26 +130,50 @@ def test_deep_grammars_do_not_overflow_the_stack(engine: Tokenising) -> None:
     guide_of(engine, prompt=[5], structured_outputs={"grammar": text})
 
 
-def test_a_server_answers_as_the_engine_does() -> None:
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    settings = {"slots": (1,), "max_logprobs": 0, "max_length": 100}
+    with serving(draw_engine(TREE), batch_size=1, **settings) as served:
+        until(lambda: served.service.is_compiled, seconds=300)
+        yield served
+        assert served.scheduler.error is None and served.scheduler.stats.compilations == 0
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[OpenAI]:
+    with served.client() as client:
+        yield client
+
+
+def test_a_server_answers_as_the_engine_does(client: OpenAI) -> None:
     """Streamed and whole, as the target does alone; nothing is compiled after the warm-up."""
     plain, grammar = draw_engine(None), Grammar.json_schema(PERSON)
     sampling = SamplingConfig(temperature=1.0, seed=7)
     (want,) = plain.decode([grammar.constrain(plain.prepare("a é", 60, sampling), plain)])
-    settings = {"slots": (1,), "max_logprobs": 0, "max_length": 100}
-    with serving(draw_engine(TREE), batch_size=1, **settings) as served:
-        until(lambda: served.service.is_compiled, seconds=300)
-        formats = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
-        for is_streamed in (False, True):
-            reply = served.client().completions.create(
-                model=MODEL,
-                prompt="a é",
-                max_tokens=60,
-                seed=7,
-                temperature=1.0,
-                stream=is_streamed,
-                extra_body={"response_format": formats},
-            )
-            events = list(reply) if is_streamed else [reply]
-            assert "".join(event.choices[0].text for event in events) == want.text
-        assert served.scheduler.error is None and served.scheduler.stats.compilations == 0
+    formats = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    options: Any = {"prompt": "a é", "max_tokens": 60, "seed": 7, "temperature": 1.0}
+    options |= {"model": MODEL, "extra_body": {"response_format": formats}}
+    for is_streamed in (False, True):
+        reply = client.completions.create(stream=is_streamed, **options)
+        events = list(reply) if is_streamed else [reply]
+        assert "".join(event.choices[0].text for event in events) == want.text
     jsonschema_rs.validate(PERSON, json.loads(str(want.text)))
+
+
+def test_a_forced_call(served: Served, client: OpenAI, monkeypatch) -> None:
+    template = "{{ tools[0].function.name }}{{ messages[-1].content }}<tool_call>"
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)
+    schema = {"properties": {"n": {"enum": ["a", "b"]}}, "required": ["n"]}
+    schema |= {"type": "object", "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
+    options: Any = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    options |= {"model": MODEL, "messages": [user("x")], "max_tokens": 80}
+    (whole,) = client.chat.completions.create(**options).choices
+    events = client.chat.completions.create(stream=True, **options)
+    choices = [event.choices[0] for event in events]
+    streamed = [call for choice in choices for call in choice.delta.tool_calls or []]
+    for (call,) in (whole.message.tool_calls, streamed):
+        assert (call.function.name, call.type) == ("pick", "function")
+        assert json.loads(call.function.arguments)["n"] in ("a", "b")
+    assert not whole.message.content and not any(choice.delta.content for choice in choices)
+    assert whole.finish_reason == choices[-1].finish_reason == "tool_calls"

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from serving import Tokenising
 from test_asking import make_tokenizer
-from test_messages import Tokenising
 
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.engine.prompts import MOST_BIASED, MOST_STOP_IDS, lay_out

@@ -12,8 +12,8 @@ import jsonschema_rs
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from serving import Tokenising
 from test_grammar_tokens import STOP, allowed, compiler
-from test_messages import Tokenising
 from tokenizer_pool import POOL, TAGS, VOCAB_SIZE, ids_of, tokenizer_of
 
 from poss_jax import UserError
