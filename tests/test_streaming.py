@@ -53,6 +53,7 @@ def chunks_of(engine: Engine, prompt: Any, **options: Any) -> tuple[list[Chunk],
 @pytest.mark.parametrize(("kind", "sampling"), [("greedy", None), ("sampled", SAMPLED)])
 def test_chunks_make_the_answer_of_generate(engine, answers, kind, sampling) -> None:
     assert any("\ufffd" in (answer.text or "") for answer in answers["sampled"])
+    num_whole = 0
     for prompt, expected in zip(PROMPTS, answers[kind], strict=True):
         chunks, answer = chunks_of(engine, prompt, sampling=sampling)
         assert answer == expected
@@ -66,16 +67,12 @@ def test_chunks_make_the_answer_of_generate(engine, answers, kind, sampling) -> 
             num_drafted = sum(chunk.is_drafted)
             own = [0] * (len(chunk.depths) - num_drafted)
             assert chunk.depths == [*range(1, num_drafted + 1), *own]
-
-
-def test_pieces_are_marked_as_their_tokens_are(engine, answers) -> None:
-    expected = answers["greedy"][0]
-    tokens = [engine.tokenizer.decode([token]) for token in expected.output_ids]
-    assert "\ufffd" not in "".join(tokens)  # so that every token is a piece
-    chunks, _ = chunks_of(engine, PROMPTS[0])
-    for chunk in chunks:
-        assert [piece.depth for piece in chunk.pieces] == chunk.depths
-    assert [piece.text for chunk in chunks for piece in chunk.pieces] == tokens
+        tokens = [engine.tokenizer.decode([token]) for token in answer.output_ids]
+        if "\ufffd" not in "".join(tokens):  # so that every token is a piece
+            assert [piece.text for chunk in chunks for piece in chunk.pieces] == tokens
+            assert all([p.depth for p in chunk.pieces] == chunk.depths for chunk in chunks)
+            num_whole += 1
+    assert num_whole > 0 or sampling
 
 
 @pytest.mark.parametrize(("kind", "sampling"), [("greedy", None), ("sampled", SAMPLED)])
@@ -98,9 +95,9 @@ def test_stop_strings_at_every_place_of_an_answer(engine, answers, kind, samplin
         check_rounds(answer, whole)
 
 
-@pytest.mark.parametrize("name", ["<pad>", "<s>"])
-def test_a_stop_string_may_name_a_special_token(engine: Engine, name: str) -> None:
+def test_a_stop_string_may_name_a_special_token(engine: Engine) -> None:
     """The answer ends there as at a stop token, and its text has no special tokens."""
+    name = "<pad>"
     token = engine.tokenizer.convert_tokens_to_ids(name)
     biased = SamplingConfig(logit_bias={token: 100.0})
     for stop in ([name], [name + name]):
@@ -205,8 +202,7 @@ def test_what_is_wrong_is_said_before_the_first_chunk(engine, prompt, options, e
 
 OPTIONS = {
     "greedy": [],
-    "sampled": "--temperature 1.2 --top-p .95 --seed 5 --logit-bias 299=1".split(),
-    "stop": ["--stop", "a"],
+    "sampled": "--temperature 1.2 --top-p .95 --seed 5 --logit-bias 299=1 --stop a".split(),
 }
 TREE_OPTIONS = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()
 
@@ -234,20 +230,12 @@ def test_streamed_text_is_what_is_printed_otherwise(models, prompts, kind, capsy
     assert printed(capsys, *arguments, "--stream") == printed(capsys, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("variables", "marks"),
-    [
-        ({}, BRACKETS),
-        ({"FORCE_COLOR": "1"}, COLOUR),
-        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, BRACKETS),
-    ],
-)
-def test_drafts_are_marked(models, answers, variables, marks, monkeypatch, capsys) -> None:
-    set_colours(monkeypatch, **variables)
+def test_drafts_are_marked(models, answers, monkeypatch, capsys) -> None:
+    set_colours(monkeypatch)
     options = ["--max-new-tokens", str(N), "--stream", "--show-drafts", "--lookup", "0"]
     main([*models, "--prompt", PROMPTS[0], *options])
     captured = capsys.readouterr()
-    before, after = marks
+    before, after = BRACKETS
     assert captured.err == f"accepted drafts look {before}like this{after}\n"
     text, _, _ = captured.out.removesuffix("\n").rpartition("\n")
     answer = answers["greedy"][0]
@@ -264,12 +252,20 @@ def set_colours(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_terminals_get_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_colours(monkeypatch)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert text_marks() == COLOUR
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert text_marks() == BRACKETS
+@pytest.mark.parametrize(
+    ("is_terminal", "variables", "marks"),
+    [
+        (False, {}, BRACKETS),
+        (False, {"FORCE_COLOR": "1"}, COLOUR),
+        (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, BRACKETS),
+        (True, {}, COLOUR),
+        (True, {"NO_COLOR": "1"}, BRACKETS),
+    ],
+)
+def test_where_marks_are_colours(is_terminal, variables, marks, monkeypatch) -> None:
+    set_colours(monkeypatch, **variables)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    assert text_marks() == marks
 
 
 def test_terminals_obey_nothing_in_a_text(monkeypatch, capsys) -> None:
