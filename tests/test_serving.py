@@ -20,7 +20,9 @@ from serving import MODEL, Served, serving, until
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.decoding import EngineConfig, SamplingOptions
+from poss_jax.engine.batch import RoundKind
 from poss_jax.engine.prompts import fold_seed, prompt_seed
+from poss_jax.engine.slots import Slots
 from poss_jax.model.documents import encode
 from poss_jax.model.target import stack_layers
 from poss_jax.serving.service import Service
@@ -44,6 +46,20 @@ SETTINGS = [
 
 
 TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
+
+
+class WithoutGrammars(Slots):
+    """Slots without rounds for grammars: test_structured_outputs.py has a server with them."""
+
+    def rare_kinds(self, size: int) -> list[RoundKind]:
+        return [kind for kind in super().rare_kinds(size) if not kind.is_guided]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_grammars() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poss_jax.serving.app.Slots", WithoutGrammars)
+        yield
 
 
 @pytest.fixture(scope="module")
