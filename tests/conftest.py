@@ -84,7 +84,7 @@ def device_rates() -> None:
     name = rates.device_name()
     if name not in rates.read_kept():
         device = rates.Device(name, 1e10, 1e11, memory_bytes=0)
-        rates.keep(rates.Roofline(device, {"square": 1e11}))
+        rates.keep(rates.Roofline(device, {"square": 1e11, "int8": 2e11}))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -111,7 +111,7 @@ def made_up_report() -> dict[str, Any]:
             "draft": draft | {"compile_seconds": 2.25, "tree": "4/2/9", "drafting": "coupled"},
         },
         "autoregressive_step_milliseconds": steps,
-        "roofline": {"device": device},
+        "roofline": {"device": device, "flops_by_rows": {"int8": 4e11}},
         "device": "abacus",
         "config": {
             "target": "T",

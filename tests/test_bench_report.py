@@ -210,7 +210,7 @@ without those whose answers loop
         "| draft | 1.50 | 2.00 | 0.00 | 0.50 | 5.00 | 0.80 |",
         "autoregressive loop 3.00 ms per token, plain decode step 2.50 ms: ratio 1.20; floor 1.50 "
         "ms: 50% of the loop",
-        "abacus: 10.0 GB/s, 200 GFLOP/s",
+        "abacus: 10.0 GB/s, 200 GFLOP/s, 400 with int8 weights",
         "| plain | verify | 2.50 | 0.010 | 0.250 | 2.000 | 12% |",
     ):
         assert table in text.splitlines()

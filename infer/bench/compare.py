@@ -191,14 +191,15 @@ def _describe_methods(
     """Measures what does not depend on the questions: memory, and phases if wanted."""
     roofline = find_roofline() if has_phases else None
     for decoder in decoders:
+        engine = decoder.engine
         if decoder.name not in journal.methods:
             numbers = {
                 "compile_seconds": decoder.compile_seconds,
                 "first_token_seconds": decoder.first_token_seconds,
-                "memory": count_memory(decoder.engine),
+                "memory": count_memory(engine),
             }
             if roofline is not None:
-                numbers |= measure_card(decoder.engine, prompt, roofline.device)
+                numbers |= measure_card(engine, prompt, roofline.device_for(engine.weights))
             journal.describe(decoder.name, numbers)
     report: dict[str, Any] = {
         "device": device_name(),
@@ -212,7 +213,8 @@ def _describe_methods(
     }
     if roofline is None:
         return report
-    steps = measure_steps(decoders[0].engine, prompt, roofline.device)
+    engine = decoders[0].engine
+    steps = measure_steps(engine, prompt, roofline.device_for(engine.weights))
     return report | {"autoregressive_step_milliseconds": steps, "roofline": asdict(roofline)}
 
 

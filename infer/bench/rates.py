@@ -1,4 +1,7 @@
-"""Measures this device once and keeps the rates: read bandwidth, and matrix products by rows."""
+"""Measures this device once and keeps the rates: read bandwidth, and matrix products by rows.
+
+Where the kernel multiplies int8 weights (`poss_jax.model.kernel`), its rate is measured, too.
+"""
 
 import dataclasses
 import json
@@ -17,7 +20,11 @@ from jax import lax
 
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.paths import is_uri
+from poss_jax.decode.state import Weights
 from poss_jax.engine.device import default_dtype, device_memory
+from poss_jax.model.kernel import has_kernel
+from poss_jax.model.linear import linear
+from poss_jax.model.quantise import quantise, sum_values, tile_values
 from poss_jax.shapes import Array
 
 from .costs import Device
@@ -35,15 +42,23 @@ class Roofline:
 
     device: Device  # the best rates, which floors are computed with
     # FLOPs per second of a product with a large weight, by its number of rows; `square`: a product
-    # of two square matrices.
+    # of two square matrices; `int8`: the kernel's product with an int8 weight, if there is one.
     flops_by_rows: dict[str, float]
+
+    def device_for(self, weights: Weights) -> Device:
+        """The device with the rate of the products that a model's weights take part in."""
+        is_tiled = getattr(weights.target["head"]["weight"], "is_tiled", False)
+        if not is_tiled or "int8" not in self.flops_by_rows:
+            return self.device
+        return dataclasses.replace(self.device, flops_per_second=self.flops_by_rows["int8"])
 
 
 def find_roofline() -> Roofline:
     """Returns the kept rates of this device; measures them if there are none."""
     with suppress(TypeError, KeyError):  # none, or of another version
         kept = read_kept()[device_name()]
-        return Roofline(Device(**kept["device"]), kept["flops_by_rows"])
+        if "int8" in kept["flops_by_rows"] or not has_kernel():
+            return Roofline(Device(**kept["device"]), kept["flops_by_rows"])
     keep(roofline := measure_roofline())
     return roofline
 
@@ -67,6 +82,10 @@ def measure_roofline() -> Roofline:
         flops_per_second=max(rates.values()),
         memory_bytes=device_memory() or 0,
     )
+    if has_kernel():
+        tiled = tile_values(sum_values({"weight": quantise(weight, "int8")}))["weight"]
+        seconds = _best_seconds(jax.jit(linear), rows, tiled)
+        rates["int8"] = 2 * ROWS[-1] * wide**2 / seconds
     return Roofline(device, rates)
 
 

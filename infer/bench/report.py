@@ -164,6 +164,7 @@ def _phase_table(report: dict[str, Any]) -> list[str]:
 def _format_card(report: dict[str, Any]) -> list[str]:
     """Bytes, FLOPs, floors and measured times of all phases, as a table."""
     device, table = report["roofline"]["device"], []
+    int8 = report["roofline"]["flops_by_rows"].get("int8")
     for method, entry in report["methods"].items():
         for phase, cost in entry["costs"].items():
             cells = [method, phase, f"{cost['bytes'] / 1e6:.2f}", f"{cost['flops'] / 1e9:.3f}"]
@@ -173,7 +174,8 @@ def _format_card(report: dict[str, Any]) -> list[str]:
     head = ["method", "phase", "MB", "GFLOP", "floor ms", "ms", "floor / ms"]
     return [
         f"{device['name']}: {device['bytes_per_second'] / 1e9:.1f} GB/s, "
-        f"{device['flops_per_second'] / 1e9:.0f} GFLOP/s",
+        f"{device['flops_per_second'] / 1e9:.0f} GFLOP/s"
+        + (f", {int8 / 1e9:.0f} with int8 weights" if int8 else ""),
         "",
         *format_rows(head, table),
     ]
