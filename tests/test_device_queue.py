@@ -93,7 +93,6 @@ def rounds(**milliseconds: float) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("own", "near", "decision"),
     [
-        (10.0, 8.5, "on by default"),
         (10.2, 8.5, "on by default"),
         (10.3, 8.5, "model/used_rows.py leaves"),  # something got slower
         (10.0, 8.6, "model/used_rows.py leaves"),  # not enough faster

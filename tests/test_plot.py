@@ -67,32 +67,26 @@ def test_table(draft, target, capsys):
     ]
 
 
-@pytest.mark.parametrize(("depth", "specialists"), [(1, [0]), (3, [0, 1, 1]), (5, [0, 1, 1, 1, 1])])
-def test_specialists_of_the_depths(tmp_path, depth, specialists):
+@pytest.mark.parametrize("specialists", [[0], [0, 1, 1, 1, 1]])
+def test_specialists_of_a_run_that_goes_on(tmp_path, specialists):
+    depth = len(specialists)
     line = {"step": 1, "validation_loss": [1.0] * depth, "agreement": [0.5] * depth}
     folder = write_run(tmp_path / "run", "draft", line | {"simulated_acceptance_length": 2.0})
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
     assert read_run(folder).specialists == specialists
 
 
-def test_run_that_goes_on(draft):
-    with (Path(draft) / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
-    assert read_run(draft).steps[-1]["step"] == 4
-
-
 @pytest.mark.skipif(not has_matplotlib, reason="needs matplotlib")
-@pytest.mark.parametrize("names", [["poss"], ["poss", "llama"], ["llama"]])
+@pytest.mark.parametrize("names", [["poss", "llama"], ["llama"]])
 def test_plot_lies_in_the_first_run(draft, target, names, capsys):
     folders = [{"poss": draft, "llama": target}[name] for name in names]
     main(folders)
     image = Path(folders[0]) / "training.png"
     assert summary(capsys) == {"runs": len(names), "plot": str(image)}
     assert image.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.skipif(not has_matplotlib, reason="needs matplotlib")
-def test_unknown_kind_of_image(draft, tmp_path):
-    assert "plot.xyz" in refusal(main, draft, "--output", str(tmp_path / "plot.xyz"))
+    unknown = str(image.with_suffix(".xyz"))
+    assert unknown in refusal(main, *folders, "--output", unknown)
 
 
 def test_without_matplotlib_the_table_is_left(draft, monkeypatch, capsys):
@@ -120,19 +114,17 @@ def test_eagle3_has_no_feature_to_compare(tmp_path, draft, capsys):
     [
         *((None, line) for line in ("1", "[", "[" * 5000, '{"validation_loss": 1}')),
         (None, '{"step": 1, "validation_loss": ["x"]}'),
-        *((config, "") for config in ("", "stage: draft", "- 1", "{", "[" * 5000)),
-        *((config, "") for config in ("a: 2024-13-45", "a: &a [*a]")),
+        *((config, "") for config in ("", "- 1", "{", "[" * 5000, "a: &a [*a]")),
     ],
     ids=lambda text: str(text)[:20],
 )
 def test_folder_without_metrics_of_a_run_is_refused(tmp_path, config, line):
-    folder = tmp_path / "run"
-    write_run(folder, "draft", {"step": 1, "loss": 1.0}, validation(2, 2.0))
+    folder, lines = tmp_path / "run", [validation(2, 2.0)] if config is None else []
+    write_run(folder, "draft", *lines)
     if config is not None:
         (folder / "config.yaml").write_text(config)
-        (folder / "metrics.jsonl").write_text("")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f"{line}\n")
-    no_run = "holds no metrics of a training run"
-    assert no_run in refusal(main, str(folder), "--table")
-    assert no_run in refusal(main, str(tmp_path), "--table")
+    for place in (folder, tmp_path):
+        message = refusal(main, str(place), "--table")
+        assert "holds no metrics of a training run" in message

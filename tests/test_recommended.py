@@ -44,9 +44,7 @@ def engine(target: str) -> Engine:
         (None, {}),
         ({"eos_token_id": 2}, {}),
         (RECOMMENDED, FIELDS),
-        ({"do_sample": True}, {"temperature": 1.0}),
         ({"do_sample": True, "top_k": None, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}),
-        ({"temperature": 0.6}, {"temperature": 0.6}),
         ({"do_sample": False, "temperature": 0.6}, {}),
         ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
     ],
@@ -73,19 +71,6 @@ def test_default_target_samples_as_its_model_card_says(tmp_path: Path) -> None:
     assert default.recommended_sampling(tmp_path / "another") == SamplingConfig()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, CHOSEN),
-        ({"temperature": 0.0}, SamplingConfig(temperature=0.0, top_p=0.9, top_k=7)),
-        ({"top_p": 1.0, "top_k": 0}, SamplingConfig(temperature=0.25)),
-        ({"min_p": 0.5, "seed": 3}, SamplingConfig(**FIELDS, min_p=0.5, seed=3)),
-    ],
-)
-def test_explicit_settings_win_one_by_one(options, expected) -> None:
-    assert SamplingOptions(**options).over(CHOSEN) == expected
-
-
 def test_generate_chat_and_server_share_the_defaults(engine, target, tmp_path) -> None:
     assert engine.recommended == CHOSEN
     (line,) = generate(target, None, tmp_path, "--prompt", "def")
@@ -97,21 +82,20 @@ def test_generate_chat_and_server_share_the_defaults(engine, target, tmp_path) -
 
 def test_prompts_win_over_options_and_options_over_the_model(target: str, tmp_path: Path) -> None:
     records = {"prompt": "def", "sampling": {"top_k": 0}}, {"prompt": "def"}
-    prompts = write_lines(tmp_path / "prompts.jsonl", *records)
-    first, second = generate(
-        target, None, tmp_path, "--prompts", prompts, "--temperature", "0", "--top-k", "3"
-    )
+    words = ["--prompts", write_lines(tmp_path / "prompts.jsonl", *records)]
+    lines = generate(target, None, tmp_path, *words, "--temperature", "0", "--top-k", "3")
     names = ("temperature", "top_k", "top_p")
-    assert [first["sampling"][name] for name in names] == [0.0, 0, 0.9]
-    assert [second["sampling"][name] for name in names] == [0.0, 3, 0.9]
+    chosen = [[line["sampling"][name] for name in names] for line in lines]
+    assert chosen == [[0.0, 0, 0.9], [0.0, 3, 0.9]]
 
 
 def test_requests_win_over_the_servers_options_and_these_over_the_model(engine: Engine) -> None:
     config = ServeConfig(sampling=SamplingOptions(top_p=0.5))
     body = CompletionRequest(prompt="d", temperature=0)
     (prompt,) = read_completion(engine, config, body).prompts
-    shown = prompt.sampling.temperature, prompt.sampling.top_p, prompt.sampling.top_k
-    assert shown == (0.0, 0.5, 7)
+    assert prompt.sampling == SamplingConfig(
+        temperature=0.0, top_p=0.5, top_k=7, seed=prompt.sampling.seed
+    )
 
 
 def test_settings_are_shown_at_the_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

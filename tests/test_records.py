@@ -26,12 +26,10 @@ HALF = '{"text": "\\ud83d"}'
     [
         (b'{"text": ', "bad JSON"),
         (b'["a"]', "not a JSON object"),
-        (b'{"body": "a"}', "no string 'text'"),
         (b'{"text": 3}', "no string 'text'"),
         (b'{"text": " "}', "empty text"),
         (HALF.encode(), "bad JSON"),
         (b"[" * 1_000_000, "bad JSON"),
-        (b'{"text": "a", "n": ' + b"1" * 5_000 + b"}", "bad JSON"),
         (b'{"text": "a", "n": ' + b"[" * 101 + b"]" * 101 + b"}", "bad JSON"),
         (b"\xff\xfe\x00junk", "not UTF-8"),
     ],
@@ -53,14 +51,6 @@ def test_broken_lines_are_counted_and_named(tmp_path: Path, junk: bytes, reason:
     assert "\n" not in str(caught.value)
 
 
-def test_ten_megabyte_lines_are_read(tmp_path: Path) -> None:
-    texts = [str(n) * 10_000_000 for n in range(2)]
-    path = tmp_path / "long.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    found = load(path, max_documents=2)
-    assert sorted(found.train + found.validation) == texts
-
-
 LIST = [{"text": f"text {n}", "n": n, "list": [n, {"[": "]"}]} for n in range(50)]
 
 
@@ -77,12 +67,9 @@ def test_json_lists_are_read_whatever_the_file_is_called(tmp_path, indent) -> No
     ("content", "error"),
     [
         ('[{"text": "a"},\n{"text": ', "Expecting value at line 2 column 10;"),
-        ('[{"text": "a"}, ', "Expecting value at column 17;"),
         ('[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter at column 16;"),
-        ('[{"text": "a"}, nonsense]', "Expecting value at column 17;"),
         ('[{"text": "a"}] {"text": "b"}', "Extra data at column 17;"),
         ("[" * 100_000, "nested more than 100 deep;"),
-        ("[" * 101 + "]" * 101, "nested more than 100 deep;"),
         ("[" + "1" * 5_000 + "]", "a whole number of more than 4,300 digits;"),
         (b'[{"text": "\xff"}]', r"not UTF-8 \(invalid start byte at byte 12\);"),
     ],
@@ -115,7 +102,7 @@ def test_details_are_one_line_without_control_characters() -> None:
     assert str(records.Broken("unknown role", "a\nb\x1b[2J")) == "unknown role: a b\\x1b[2J"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_empty_files(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("")
     with pytest.raises(UserError, match=r"want documents, got empty files|cannot be used"):
@@ -132,21 +119,19 @@ def test_a_glob_may_match_files_of_several_kinds(tmp_path: Path) -> None:
     assert texts == ["text 0", "text 1", "a text file"]
 
 
-def all_of(documents: Documents) -> list[Any]:
-    return documents.train + documents.validation
-
-
 def test_the_folder_of_speculators(tmp_path: Path) -> None:
     import datasets  # takes a second
 
     rows = [{"input_ids": [n, 2, 3], "loss_mask": [0, 1, 1], "seq_len": 3} for n in range(20)]
     saved = datasets.Dataset.from_list(rows)
     saved.save_to_disk(tmp_path / "saved")
-    found = all_of(load(tmp_path / "saved"))
-    assert sorted(one.ids.tolist() for one in found) == [[n, 2, 3] for n in range(20)]
+    found = load(tmp_path / "saved")
+    ids = sorted(document.ids.tolist() for document in found.train + found.validation)
+    assert ids == [[n, 2, 3] for n in range(20)]
     parts = datasets.DatasetDict({"train": saved, "test": saved.select(range(12))})
     parts.save_to_disk(tmp_path / "parts")
-    assert len(all_of(load(tmp_path / "parts", split="test"))) == 12
+    test = load(tmp_path / "parts", split="test")
+    assert len(test.train + test.validation) == 12
     with pytest.raises(UserError, match=r"with data.split 'other', if it has several"):
         load(tmp_path / "parts", split="other")
 

@@ -26,9 +26,8 @@ def test_share_of_totals_rather_than_mean_of_shares():
     json.dumps(number, allow_nan=False)
 
 
-@pytest.mark.parametrize("n", [8, 9, 30])
-def test_interval_is_that_of_a_mean(n: int):
-    values = np.random.default_rng(0).gamma(2.0, 1.0, n)
+def test_interval_is_that_of_a_mean():
+    values = np.random.default_rng(0).gamma(2.0, 1.0, 9)
     number = estimate_mean(values)
     want = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
     assert number["value"] == pytest.approx(values.mean())
@@ -45,7 +44,7 @@ def test_interval_of_a_share_by_hand():
     assert number["value"] - number["low"] == pytest.approx(2.306 * error, rel=1e-4)
 
 
-@pytest.mark.parametrize("n", [8, 16, 50, 200])
+@pytest.mark.parametrize("n", [8, 50])
 def test_intervals_cover(n: int):
     """Of 2,000 sets of questions with 95 % intervals 93 % or more hold the true number."""
     rng, draws = np.random.default_rng(n), 2000
@@ -77,10 +76,7 @@ def test_few_questions_have_no_interval():
     assert None not in estimate_mean(np.arange(8.0)).values()
     assert estimate(share, np.array([1.0]), np.array([0.0]))["value"] is None
     assert compare(np.array([1.0]), np.array([2.0]))["p_value"] == 1
-
-
-def test_what_one_question_holds_has_no_interval():
-    """Without that question no share can be compared."""
+    # All that one question holds: without it no share can be compared.
     part, whole = np.eye(8)[0], 2 * np.eye(8)[0]
     assert estimate(share, part, whole) == {"value": 0.5, "low": None, "high": None}
 
@@ -98,7 +94,6 @@ def test_permutation_by_hand():
     assert found["p_value"] == 2 / 16 and found["difference"]["value"] == 2.5
     assert compare(second, first)["difference"]["value"] == -2.5
     assert compare(first, first)["p_value"] == 1
-
     second = np.array([4.0, 0.0, 3.0, 5.0])
     sums = [np.dot(signs, second - first) for signs in product([-1, 1], repeat=4)]
     p_value = 2 * np.mean([total >= 8 for total in sums])
@@ -115,8 +110,7 @@ def test_seeds_of_a_question_are_one_observation():
 
 
 def test_many_questions_are_sampled_and_give_the_same_again():
-    rng = np.random.default_rng(3)
-    first, second = rng.random((2, 60))
+    first, second = np.random.default_rng(3).random((2, 60))
     found = compare(first, second)
     assert 0 < found["p_value"] <= 1 and compare(first, second) == found
 

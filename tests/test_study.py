@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from made_up import answer
 from programs import DRAFT, config_file, generate, write_config, write_lines
 
 from benchmarks import study
 from benchmarks.study_report import format_row
-from infer.bench.journal import Answer, Cell, Key, Turn
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError, load_config
@@ -37,19 +37,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def answer(name: str, question: int, accepted: list[int]) -> Answer:
-    turn = Turn(
-        text="",
-        output_ids=list(range(8)),
-        accepted=accepted,
-        offered=[4] * len(accepted),
-        copied=[],
-        seconds=1.0,
-        first_token_seconds=1.0,
-    )
-    return Answer(Key(Cell("made up", 0.0, 0), 0, name, question), question, "", [turn])
-
-
 def test_variants_are_compared_question_by_question():
     variants = VARIANTS | {"control": {"num_seeds": 1}}
     others = {"trees": {}, "seeds": (0, 1), "pairs": (("control", "two"),)}
@@ -68,7 +55,7 @@ def test_variants_are_compared_question_by_question():
     accepted = {"one layer seed 0": [1, 3], "one layer seed 1": [3, 3]}
     accepted |= {"two seed 0": [2, 4], "two seed 1": [4, 4], "control seed 0": [0, 2]}
     answers = [
-        answer(name, question, [few[0], few[1]] if question == 0 else [few[1]] * 2)
+        answer((0, name, question), [*range(8)], [few[question > 0], few[1]], [4, 4], 1.0)
         for name, few in accepted.items()
         for question in range(3)
     ]

@@ -157,12 +157,6 @@ def test_output_is_what_a_learner_of_tunix_reads():
         np.testing.assert_allclose(output.logprobs[row][:num_known], wanted[:num_known], atol=5e-5)
 
 
-def test_an_update_brings_the_texts_of_the_new_policy():
-    rollout, wanted = make_rollout(make_policy(0)), make_rollout(make_policy(7))
-    rollout.update_params(nnx.state(make_policy(7), (nnx.Param,)), (nnx.Param,))
-    assert rollout.generate(PROMPTS, CONFIG).text == wanted.generate(PROMPTS, CONFIG).text
-
-
 def test_adapters_and_other_shapes_are_refused():
     rollout = make_rollout(make_policy())
     adapters = nnx.State({"layers": {0: {"attn": {"q_proj": {"w_lora_a": jnp.ones((2, 2))}}}}})
