@@ -17,6 +17,7 @@ from convert_sources import (
     damages,
     draft_tensors,
     draw,
+    fuse,
     refusal_of,
     run,
     target_tensors,
@@ -263,6 +264,7 @@ TARGETS = [
     (written(WEIGHTS, struct.pack("<Q", len(_FLOAT8)) + _FLOAT8 + bytes(8)), "of type F8_E4M3"),
     (added("model.layers.0.mlp.experts.0.w1.weight"), "a mixture of experts"),
     (added("model.layers.0.block_sparse_moe.gate.weight"), "experts .*block_sparse_"),
+    (only(fuse(target_tensors())), r"missing .*q_proj.*unknown model\.layers\.0\..*qkv_proj"),
     # Shards
     (in_shards(removed(SHARDS[1])), "which is missing"),
     (in_shards(without_head), r"disagree about lm_head\.weight"),

@@ -7,7 +7,19 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convert_sources import draft_tensors, draw, run, target_tensors, write_source
+from convert_sources import (
+    LAYER_SHAPES,
+    PHI3,
+    assert_stored,
+    draft_tensors,
+    draw,
+    fuse,
+    refusal_of,
+    run,
+    target_keys,
+    target_tensors,
+    write_source,
+)
 from flax.traverse_util import unflatten_dict
 from models import assert_same
 from safetensors.numpy import load_file
@@ -18,16 +30,18 @@ from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.checkpoint.sums import read_sums
 from poss_jax.checkpoint.torch_io import read_bin
 from poss_jax.checkpoint.writing import target_identity, verify_model, write_model
-from poss_jax.config.models import LlamaConfig
+from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.export import plan_export, write_export
 from poss_jax.convert.layouts import LAYOUTS, Outgoing
+from poss_jax.convert.source import open_source
+from poss_jax.convert.tensors import cut_tensors, slots_by_key
 from poss_jax.model.documents import encode
 from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.model.target import stack_layers
+from poss_jax.shapes import Params
 
 ROOT = Path(__file__).parents[1]
-DTYPES = [np.float32, np.float16, jnp.bfloat16]
 
 
 def read_folder(folder: Path):
@@ -56,8 +70,14 @@ def assert_same_model(first: Path, second: Path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["safetensors", pytest.param("bin", marks=pytest.mark.torch)])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        (jnp.bfloat16, "safetensors"),
+        pytest.param(jnp.bfloat16, "bin", marks=pytest.mark.torch),
+        pytest.param(np.float16, "bin", marks=pytest.mark.torch),
+    ],
+)
 def test_target_and_draft_come_back_bit_for_bit(tmp_path, dtype, form):
     flags = ["--bin"] if form == "bin" else []
     target = target_tensors(dtype)
@@ -87,27 +107,28 @@ def test_target_and_draft_come_back_bit_for_bit(tmp_path, dtype, form):
     assert read_record(tmp_path / "b/target").llama.eos_token_ids == (7,)
 
 
-def test_shared_keys_and_values_come_back(tmp_path, tiny):
-    draft = convert_draft(tmp_path, tiny, 2)
-    record = read_record(draft)
+def test_shared_keys_and_values_come_back(tmp_path, tiny, two):
+    record = read_record(two)
     shared = tmp_path / "shared"
-    items = [(name, load_item(draft, record, name)) for name in record.items]
+    items = [(name, load_item(two, record, name)) for name in record.items]
     write_model(shared, replace(record, kv="shared"), items, tokenizer_from=None)
     there = {"target": tiny / "target"}
     run("export", model=shared, output=tmp_path / "out", **there)
     run("draft", source=tmp_path / "out", output=tmp_path / "again", **there)
     assert read_record(tmp_path / "again").draft.kv == "shared"
     assert_same_model(shared, tmp_path / "again")
-    run("export", model=draft, output=tmp_path / "apart", **there)
+    run("export", model=two, output=tmp_path / "apart", **there)
     assert "kv" not in read_folder(tmp_path / "apart")[1]["poss_jax"]
 
 
-def write_target(folder: Path, config: LlamaConfig) -> Path:
-    """A model folder with random weights, made without the converter."""
-    items = {
-        name: unflatten_dict(draw(flatten_item(shapes)))
-        for name, shapes in item_shapes(config).items()
-    }
+def draw_items(config: LlamaConfig) -> dict[str, Params]:
+    shapes = item_shapes(config)
+    return {name: unflatten_dict(draw(flatten_item(item))) for name, item in shapes.items()}
+
+
+def write_target(folder: Path, config: LlamaConfig, items: dict[str, Params] | None = None) -> Path:
+    """A model folder, by default with random weights, made without the converter."""
+    items = items or draw_items(config)
     embedding = items["embed"]["weight"]
     head = embedding if config.tie_embeddings else items["head"]["weight"]
     record = new_record(config, target_identity("tiny", None, embedding, head), tokenizer_from=None)
@@ -149,6 +170,12 @@ def convert_draft(folder, tiny, num_layers, **extra):
     return folder / "draft"
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, tiny) -> Path:
+    """A draft of two specialists."""
+    return convert_draft(tmp_path_factory.mktemp("two"), tiny, 2)
+
+
 QKV_BIAS = {f"layers.0.self_attn.{n}_proj.bias": (8 if n == "q" else 4,) for n in "qkv"}
 
 
@@ -166,26 +193,19 @@ def test_keys_are_those_the_original_loads_strictly(tmp_path, tiny, num_layers, 
     assert config.get("qkv_bias", False) == (extra.keys() > QKV_BIAS.keys())
 
 
-@pytest.mark.parametrize("specialist", [0, 2])
-def test_one_specialist_is_an_eagle_draft(tmp_path, tiny, specialist):
-    draft = convert_draft(tmp_path, tiny, 3)
-    flags = {"model": draft, "target": tiny / "target", "specialist": specialist}
-    run("export", output=tmp_path / "out", **flags)
+def test_one_specialist_is_an_eagle_draft(tmp_path, tiny, two):
+    run("export", model=two, target=tiny / "target", specialist=1, output=tmp_path / "out")
     tensors, _ = read_folder(tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
-    assert f"specialist {specialist} of a PosS draft" in card and "layout `eagle`" in card
-    whole = draft_tensors(3)
+    assert "specialist 1 of a PosS draft" in card and "layout `eagle`" in card
+    whole = draft_tensors(2)
     want = {"embed_tokens.weight": target_tensors()["model.embed_tokens.weight"]}
     want |= {"fc.weight": whole["fc.weight"]}
-    want |= {
-        key.replace(f"layers.{specialist}.", "layers.0."): value
-        for key, value in whole.items()
-        if key.startswith(f"layers.{specialist}.")
-    }
+    want |= {f"layers.0.{key}": whole[f"layers.1.{key}"] for key in LAYER_SHAPES}
     assert_same(tensors, want)
     run("draft", source=tmp_path / "out", target=tiny / "target", output=tmp_path / "again")
     config = read_record(tmp_path / "again").draft
-    assert (config.positions_per_specialist, config.trained_depth) == ((1,), 6)
+    assert (config.positions_per_specialist, config.trained_depth) == ((1,), 4)
 
 
 @pytest.mark.parametrize("name", ["eagle", "hass", "poss1"])
@@ -225,15 +245,11 @@ def test_shards_and_their_index(tmp_path, tiny):
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in target_tensors().values())
     run("target", source=tmp_path / "out", output=tmp_path / "again")
     assert_same_model(tiny / "target", tmp_path / "again")
-
-
-def test_files_are_listed_with_their_checksums(tmp_path, tiny):
-    run("export", model=tiny / "target", output=tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert read_sums(tmp_path / "out").keys() == names - {"SHA256SUMS"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtype_flag(tmp_path, tiny, dtype, capsys):
     run("export", model=tiny / "target", output=tmp_path / "out", dtype=dtype)
     want = {key: value.astype(jnp.dtype(dtype)) for key, value in target_tensors().items()}
@@ -281,12 +297,80 @@ def test_interrupted_export_leaves_nothing(tmp_path, tiny):
         ("source", {}, "not a model folder of poss_jax"),
     ],
 )
-def test_refusals(tmp_path, tiny, model, flags, message):
-    folders = {"target": tiny / "target", "source": tiny / "source"}
-    folders["draft"] = convert_draft(tmp_path, tiny, 2)
+def test_refusals(tmp_path, tiny, two, model, flags, message):
+    folders = {"target": tiny / "target", "source": tiny / "source", "draft": two}
     if "other" in flags.values():
         folders["other"] = write_target(tmp_path / "other", LLAMA)
     flags = {key: folders.get(value, value) for key, value in flags.items()}
     with pytest.raises(UserError, match=message):
         run("export", model=folders[model], output=tmp_path / "out", **flags)
     assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Phi-3: fused projections come apart and together again, and drafts have separate ones
+
+QKV, GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+
+
+def test_fused_projections_come_apart_and_together(tmp_path, capsys):
+    tensors = target_tensors(jnp.bfloat16)
+    source = write_source(tmp_path / "source", fuse(tensors), **PHI3)
+    run("target", source=source, output=tmp_path / "target")
+    printed = " ".join(capsys.readouterr().out.split())
+    for rows, path in (("[0:8]", "q"), ("[8:12]", "k"), ("[12:16]", "v")):
+        key = f"model.layers.{{0..1}}.{QKV}{rows}"
+        assert f"{key} -> layers/{{0..1}}/attention/{path}/weight" in printed
+    record, params = load_target(tmp_path / "target")
+    assert_stored(params, target_keys(2), tensors)
+    config = record.llama
+    assert config.fused_projections and config.max_position_embeddings == 128
+    factors = {"short_factor": (1.0, 1.25), "long_factor": (2.0, 24.5)}
+    trained = {"factor": 8.0, "original_max_position_embeddings": 16}
+    assert config.rope == RopeConfig(type="longrope", **trained, **factors)
+    run("export", model=tmp_path / "target", output=tmp_path / "out")
+    exported, values = read_folder(tmp_path / "out")
+    assert_same(exported, fuse(tensors))
+    assert (values["model_type"], values["architectures"]) == ("phi3", ["Phi3ForCausalLM"])
+    run("target", source=tmp_path / "out", output=tmp_path / "again")
+    assert_same_model(tmp_path / "target", tmp_path / "again")
+    # Drafts hold them apart with any name in config.json; an export gives the same draft again.
+    source, there = write_source(tmp_path / "d", draft_tensors(), **PHI3), tmp_path / "target"
+    for name in ("first", "second"):
+        run("draft", source=source, target=there, output=tmp_path / name)
+        source = tmp_path / f"export of {name}"
+        run("export", model=tmp_path / name, target=there, output=source)
+    layer = read_record(tmp_path / "first").draft.layer
+    assert layer.rope == config.rope and not layer.fused_projections
+    assert_same_model(tmp_path / "first", tmp_path / "second")
+
+
+def test_fused_parts_are_mapped_not_copied(tmp_path):
+    source = write_source(tmp_path, fuse(target_tensors()), **PHI3)
+    config = replace(TARGETS["phi3"], head_dim=4)
+    tensors = cut_tensors(open_source(str(source)).tensors, slots_by_key(config))
+    part = tensors[f"model.layers.0.{QKV}[8:12]"]
+    assert part.shape == part.read().shape == (4, 8)
+    assert isinstance(part.read(), np.memmap)
+
+
+def test_wrong_fused_keys_are_listed_by_the_names_of_the_files(tmp_path):
+    tensors = fuse(target_tensors())
+    del tensors[f"model.layers.0.{QKV}"]
+    tensors["model.layers.0.self_attn.q_proj.weight"] = np.zeros((8, 8), np.float32)
+    tensors[f"model.layers.1.{GATE_UP}"] = np.zeros((20, 8), np.float32)
+    message = refusal_of(write_source(tmp_path / "source", tensors, **PHI3))
+    assert f"missing model.layers.0.{QKV} [16, 8]" in message
+    assert "unknown model.layers.0.self_attn.q_proj.weight [8, 8]" in message
+    assert f"model.layers.1.{GATE_UP} want [24, 8] got [20, 8]" in message
+
+
+def test_fused_parts_of_several_types_are_joined_without_rounding(tmp_path):
+    items = draw_items(TARGETS["phi3"])
+    q = items["layers/1"]["attention"]["q"]
+    q["weight"] = q["weight"].astype(jnp.bfloat16)
+    write_target(tmp_path / "target", TARGETS["phi3"], items)
+    exported = dict(plan_export(tmp_path / "target").arrays())
+    parts = (items["layers/1"]["attention"][name]["weight"] for name in "qkv")
+    want = np.concatenate([np.asarray(part, np.float32) for part in parts])
+    np.testing.assert_array_equal(exported[f"model.layers.1.{QKV}"], want)
