@@ -10,19 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from convert_sources import run
+from convert_sources import draw, run
 from golden import ROOT_E3, Golden, load_golden, read_tensors
 from models import assert_same, random_draft
+from safetensors.numpy import save_file
 from test_export import assert_same_model, read_folder
 
 from poss_jax.checkpoint.folder import load_item
 from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.checkpoint.writing import write_model
-from poss_jax.config.models import RopeConfig
+from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.export import plan_export
+from poss_jax.convert.layouts import LAYOUTS, Outgoing
+from poss_jax.convert.plan import plan_draft
+from poss_jax.convert.tensors import slots_by_key
 from poss_jax.model.parameters import flatten_item, item_shapes, split_items
 
+LAYOUT = {layout.name: layout for layout in LAYOUTS if layout.family == "eagle3"}
 SINGLE = ("eagle3", "specforge", "sglang", "speculators")
 LAYER = {
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
@@ -100,7 +105,7 @@ def test_specialists_come_back(form: str, layer: str, three: Golden, tmp_path: P
     assert_same_model(three.draft_folder, convert(three, out, tmp_path / "again"))
 
 
-@pytest.mark.parametrize("form", SINGLE)
+@pytest.mark.parametrize("form", ["eagle3", "speculators"])
 def test_one_specialist_is_an_eagle3_draft(form: str, three: Golden, tmp_path: Path) -> None:
     out = export(three, tmp_path / "out", format=form, specialist=1)
     again = read_record(convert(three, out, tmp_path / "again"))
@@ -125,18 +130,30 @@ def test_what_is_exported_by_default(one: Golden, three: Golden, tmp_path: Path)
     assert {"midlayer.hidden_norm.weight", "d2t", "t2d"} < chosen.keys()
 
 
+def changed(golden: Golden, **changes: Any) -> DraftConfig:
+    layer = dataclasses.replace(golden.draft_config.layer, **changes.pop("layer", {}))
+    return dataclasses.replace(golden.draft_config, layer=layer, **changes)
+
+
+def describe(golden: Golden, form: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a changed draft in a layout."""
+    config, vocabulary = changed(golden, **changes), golden.draft_record.draft_vocabulary
+    target = golden.target_record
+    return LAYOUT[form].describe(Outgoing("folder", config, vocabulary, target, "float32", HUB_ID))
+
+
 def variant(golden: Golden, folder: Path, **changes: Any) -> Path:
     """A model folder of a draft drawn at random for the recorded target."""
-    layer = dataclasses.replace(golden.draft_config.layer, **changes.pop("layer", {}))
-    config = dataclasses.replace(golden.draft_config, layer=layer, **changes)
-    draft = random_draft(config)
+    config = changed(golden, **changes)
     record = new_record(config, golden.target_record.target, tokenizer_from=None)
-    write_model(folder, record, split_items(config, draft), tokenizer_from=None)
+    items = split_items(config, random_draft(config))
+    write_model(folder, record, items, tokenizer_from=None)
     return folder
 
 
 NARROW = {"layer": {"hidden_size": 96, "head_dim": 24}, "target_size": 128, "has_embedding": True}
 YARN = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=32, truncate=False)
+PARALLEL = {"mask_token": 7, "has_embedding": True, "layers_per_specialist": (2,)}
 OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm": "fed_back"}
 
 
@@ -154,11 +171,7 @@ OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm
         ("eagle3", {"has_embedding": True}, {"embed_requires_grad": True}),
         ("eagle3", NARROW, {"target_hidden_size": 128, "hidden_size": 96}),
         ("specforge", NARROW, {"target_hidden_size": 128}),
-        (
-            "speculators",
-            {"mask_token": 7, "has_embedding": True, "layers_per_specialist": (2,)},
-            {"mask_token_id": 7, "speculators_model_type": "peagle"},
-        ),
+        ("speculators", PARALLEL, {"mask_token_id": 7, "speculators_model_type": "peagle"}),
         ("speculators", {"window": 64, "num_sinks": 0}, {"embed_requires_grad": False}),
         ("speculators", NARROW, {"target_hidden_size": 128, "embed_requires_grad": True}),
         (
@@ -171,17 +184,27 @@ OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm
         ),
     ],
 )
-def test_variants_come_back(form, changes, said, one, tmp_path) -> None:
+def test_variants_are_read_as_they_were_described(form, changes, said, one, tmp_path) -> None:
+    config, values = changed(one, **changes), describe(one, form, **changes)
+    assert {key: values[key] for key in said} == said
+    assert form == "speculators" or values.get("norm_output") is not True
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shapes = {LAYOUT[form].key(key): slot.shape for key, slot in slots_by_key(config).items()}
+    save_file(draw(shapes), tmp_path / "model.safetensors")
+    assert plan_draft(str(tmp_path), one.target_folder).record.draft == config
+
+
+@pytest.mark.parametrize("changes", [NARROW, PARALLEL, OF_SPECULATORS])
+def test_weights_of_variants_come_back(changes, one, tmp_path) -> None:
     model = variant(one, tmp_path / "model", **changes)
-    out = export(one, tmp_path / "out", model=model, format=form)
+    out = export(one, tmp_path / "out", model=model, format="speculators")
     assert_same_model(model, convert(one, out, tmp_path / "again"))
-    config = json.loads((out / "config.json").read_text())
-    assert {key: config[key] for key in said} == said
-    assert form == "speculators" or config.get("norm_output") is not True
 
 
 def test_a_stack_of_layers_comes_back(one: Golden, tmp_path: Path) -> None:
     model = variant(one, tmp_path / "model", layers_per_specialist=(3,))
+    with pytest.raises(UserError, match="want --format speculators for one specialist"):
+        export(one, tmp_path / "out", model=model, format="eagle3")
     out = export(one, tmp_path / "out", model=model, format="speculators")
     assert_same_model(model, convert(one, out, tmp_path / "again"))
     tensors, config = read_folder(out)
@@ -194,7 +217,6 @@ def test_a_stack_of_layers_comes_back(one: Golden, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
-        ("eagle3", {"layers_per_specialist": (2,)}, "want --format speculators for one specialist"),
         ("eagle3", {"norm_before_residual": True}, "no place for norm_before_residual True"),
         ("eagle3", {"fc_norm": "each"}, "no place for fc_norm each"),
         ("eagle3", {"output_norm": None}, "no place for output_norm None"),
@@ -215,11 +237,9 @@ def test_a_stack_of_layers_comes_back(one: Golden, tmp_path: Path) -> None:
         ("poss", {"has_embedding": True}, "no place for an own embedding"),
     ],
 )
-def test_what_a_layout_cannot_hold(form, changes, message, one, tmp_path) -> None:
-    model = variant(one, tmp_path / "model", **changes)
+def test_what_a_layout_cannot_hold(form, changes, message, one) -> None:
     with pytest.raises(UserError, match=message):
-        export(one, tmp_path / "out", model=model, format=form)
-    assert not (tmp_path / "out").exists()
+        describe(one, form, **changes)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +257,11 @@ def test_what_a_layout_cannot_hold(form, changes, message, one, tmp_path) -> Non
 def test_choices_that_do_not_fit(flags, message, three, tmp_path) -> None:
     with pytest.raises(UserError, match=message):
         export(three, tmp_path / "out", **flags)
+    assert not (tmp_path / "out").exists()
 
 
-def test_config_of_speculators(three: Golden, tmp_path: Path) -> None:
-    config = read_folder(export(three, tmp_path / "out", format="speculators", specialist=0))[1]
+def test_config_of_speculators(three: Golden) -> None:
+    config = describe(three, "speculators", positions_per_specialist=(1,))
     proposal = config["speculators_config"]["proposal_methods"][0]
     assert proposal["speculative_tokens"] == three.draft_config.trained_depth
     verifier = {"name_or_path": HUB_ID, "architectures": ["LlamaForCausalLM"]}
@@ -289,23 +310,18 @@ READERS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
     + [("speculators", reader) for reader in ("vLLM V1", "vLLM V2")],
 )
 @pytest.mark.parametrize("layers", [(2, 4, 5), (1, 3, 7)])
-def test_every_engine_reads_the_layers_of_the_draft(layers, form, reader, one, tmp_path) -> None:
-    model = variant(one, tmp_path / "model", aux_layers=layers)
-    verifier = HUB_ID if form == "speculators" else None
-    plan = plan_export(model, form=form, target=one.target_folder, verifier=verifier)
-    assert READERS[reader](plan.config) == list(layers)
+def test_every_engine_reads_the_layers_of_the_draft(layers, form, reader, one) -> None:
+    assert READERS[reader](describe(one, form, aux_layers=layers)) == list(layers)
 
 
-def test_draft_of_a_tied_target_has_a_head_of_its_own(one: Golden, tmp_path: Path) -> None:
-    model = variant(one, tmp_path / "model", layer={"tie_embeddings": True})
-    out = export(one, tmp_path / "out", model=model, format="speculators")
-    config = json.loads((out / "config.json").read_text())
+def test_draft_of_a_tied_target_has_a_head_of_its_own(one: Golden) -> None:
+    config = describe(one, "speculators", layer={"tie_embeddings": True})
     inner = config["transformer_layer_config"]
     assert config["tie_word_embeddings"] is inner["tie_word_embeddings"] is False
 
 
-def test_config_of_the_official_layout(one: Golden, tmp_path: Path) -> None:
-    config = read_folder(export(one, tmp_path / "out"))[1]
+def test_config_of_the_official_layout(one: Golden) -> None:
+    config = describe(one, "eagle3")
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["tie_word_embeddings"] is False and config["num_hidden_layers"] == 1
     assert not config.keys() & {"bias", "norm_output", "eagle_config", "fc_norm"}
