@@ -50,7 +50,7 @@ def convert(folder: Path, num_layers: int) -> int:
     (source / "config.json").write_text(json.dumps(target_config_json(config, "bfloat16")))
     rng = np.random.default_rng(0)
     tensors = {
-        key: rng.standard_normal(slot.shape, np.float32).astype(ml_dtypes.bfloat16)
+        key: rng.random(slot.shape, np.float32).astype(ml_dtypes.bfloat16)
         for key, slot in slots_by_key(config).items()
     }
     write_shards(source, tensors, num_shards=num_layers)

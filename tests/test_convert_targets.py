@@ -8,21 +8,18 @@ import os
 import re
 from pathlib import Path
 
-import gguf
 import gguf_files
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_sources import draft_tensors, refusal_of, run, target_tensors, write_source
-from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
-from gguf_files import HEAD_DIM, VOCABULARY, draw_tensors, write_gguf, write_out
+from gguf_files import HEAD_DIM, VOCABULARY, draw_tensors, write_gguf
 from models import random_tokens, stacked
 
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import TOKENIZER_FILES, read_record
-from poss_jax.convert.gguf_file import open_gguf
 from poss_jax.model.documents import encode
 from poss_jax.model.linear import linear
 
@@ -242,27 +239,3 @@ def test_logits_of_gguf_files(tmp_path, family, type):
         want = model(torch.tensor(np.asarray(tokens), dtype=torch.long)).logits
     assert want.shape == (2, 24, VOCABULARY)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
-
-
-# The quantised types that transformers dequantises itself.
-TYPES = """Q4_0 Q4_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S
-IQ3_XXS IQ3_S""".split()
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("name", TYPES)
-def test_types_of_gguf_files(tmp_path, name):
-    """Matrices of any bytes whose scales are finite, against its own dequantisation."""
-    import torch
-    from transformers.integrations.gguf.dequant import dequantize
-
-    kind = Type[name]
-    block, num_bytes = GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(0)
-    array = rng.integers(0, 0x3C, (6, 512 // block * num_bytes), np.uint8)
-    writer = gguf.GGUFWriter(path := tmp_path / "model.gguf", "llama")
-    writer.add_tensor("x", array, raw_dtype=kind)
-    got = open_gguf(write_out(writer, path)).tensors["x"].read()
-    want = dequantize(torch.from_numpy(array), int(kind), torch.float32).numpy()
-    assert np.ptp(want) > 0
-    np.testing.assert_allclose(got, want.reshape(6, 512), rtol=1e-6, atol=1e-7)

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from models import (
     tiny_llama,
 )
 from oracle import Shape
-from programs import DRAFT, Runs, config_file, copy_model, generate, refusal, summary, write_lines
+from programs import Runs, copy_model, generate, refusal, summary, write_lines
 
 from infer.bench.measure import load_decoders
-from infer.generate import main as generate_main
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target
 from poss_jax.checkpoint.record import read_record
@@ -51,10 +49,8 @@ from poss_jax.model.quantise import (
     unpack,
 )
 from poss_jax.model.sharding import make_mesh
-from train.main import main as train_main
 from train.regenerate import main as regenerate_main
 
-SLOW = pytest.mark.slow
 READ = ["int8", pytest.param("fp8", marks=needs_f16c)]
 kinds = pytest.mark.parametrize("kind", KINDS)
 read_kinds = pytest.mark.parametrize("kind", READ)  # where values are read, not only written
@@ -164,7 +160,7 @@ def test_items_are_those_of_the_whole(kind):
 
 
 @read_kinds
-@pytest.mark.parametrize("shape", [(1,), (3,), (7,), (20,), (40,), (1, 1), (2, 3)])
+@pytest.mark.parametrize("shape", [(1,), (7,), (40,), (2, 3)])
 def test_linear_is_that_of_the_dequantised_weight(kind, shape):
     rng = np.random.default_rng(0)
     weight = quantise(jnp.asarray(rng.normal(size=(24, 16)), jnp.float32), kind)
@@ -177,7 +173,7 @@ def test_linear_is_that_of_the_dequantised_weight(kind, shape):
     np.testing.assert_allclose(narrow.astype(jnp.float32), got, rtol=0.02, atol=0.1)
 
 
-@pytest.mark.parametrize("num_outputs", [1, 20, 23])
+@pytest.mark.parametrize("num_outputs", [1, 23])
 def test_blocks_give_the_same_product(monkeypatch, num_outputs):
     """CPUs convert large weights in blocks of outputs, here of five; the last may be shorter."""
     rng = np.random.default_rng(0)
@@ -190,8 +186,9 @@ def test_blocks_give_the_same_product(monkeypatch, num_outputs):
     np.testing.assert_allclose(linear(x, weight), whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_outputs", [(24,), (4, 6)])
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 8, 16, 17, 32])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs"), [(1, (24,)), (4, (4, 6)), (5, (24,)), (17, (24,)), (32, (4, 6))]
+)
 def test_few_rows_of_int8_are_exact_where_products_are(monkeypatch, num_rows, num_outputs):
     """Whole numbers leave nothing to round, so that padding and chunks must not show."""
     monkeypatch.setattr("poss_jax.model.linear.int8_products", lambda: "float")
@@ -204,7 +201,7 @@ def test_few_rows_of_int8_are_exact_where_products_are(monkeypatch, num_rows, nu
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("num_rows", [1, 4, 20])
+@pytest.mark.parametrize("num_rows", [1, 20])
 def test_a_loop_reads_int8_in_every_turn(num_rows):
     """XLA would widen a weight once before the loop, and read four times as much in each turn."""
     weight = quantise(jnp.ones((96, 96)), "int8")
@@ -272,18 +269,14 @@ def test_no_weight_becomes_wider_than_the_activations(kind):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("kind", "is_sampled", "tree", "batch"),
-    [
-        ("int8", True, (2, 2, 5), 3),
-        pytest.param("fp8", False, (2, 2, 5), 2, marks=(SLOW, needs_f16c)),
-    ],
+    ("kind", "is_sampled"),
+    [("int8", True), pytest.param("fp8", False, marks=(pytest.mark.slow, needs_f16c))],
 )
-def test_speculative_equals_autoregressive(kind, is_sampled, tree, batch):
+def test_speculative_equals_autoregressive(kind, is_sampled):
     llama = tiny_llama()
     config = DraftConfig(layer=llama, positions_per_specialist=(1, 3))
-    depth, top_k, total_tokens = tree
-    tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
-    programs = Shape(llama, config, tree, batch, is_sampled=is_sampled)
+    tree = TreeConfig(depth=2, top_k=2, total_tokens=5)
+    programs = Shape(llama, config, tree, 2, is_sampled=is_sampled)
     programs.check_pairs(12, change=lambda target: quantise_target(target, kind))
 
 
@@ -319,19 +312,13 @@ def test_eagle3_drafts_read_the_layers_of_a_quantised_target():
 
 
 @pytest.mark.parametrize(
-    ("source", "kind"),
-    [
-        pytest.param(source, kind, marks=() if source == "llama" or kind == "int8" else SLOW)
-        for source, kind in product(("llama", "bfloat16", "tied", "phi3"), KINDS)
-    ],
+    ("source", "kind"), [("llama", "int8"), ("llama", "fp8"), ("tied", "int8"), ("phi3", "int8")]
 )
 def test_quantised_at_load_and_by_the_converter_is_the_same(tmp_path, capsys, kind, source):
     tensors, config = target_tensors(), {}
-    if source == "bfloat16":
-        tensors = target_tensors(jnp.bfloat16)
-    elif source == "tied":
+    if source == "tied":
+        tensors, config = target_tensors(jnp.bfloat16), {"tie_word_embeddings": True}
         del tensors["lm_head.weight"]
-        config = {"tie_word_embeddings": True}
     elif source == "phi3":
         tensors, config = fuse(tensors), PHI3
     write_source(tmp_path / "source", tensors, **config)
@@ -389,8 +376,7 @@ def test_damage_is_noticed(quantised, runs, tmp_path):
     assert "weight/values want (300, 32) got None" in message
 
 
-@kinds
-def test_parts_lie_like_the_weight_they_are_of(quantised, runs, kind):
+def test_parts_lie_like_the_weight_they_are_of(quantised, runs):
     for path, shape, want in (
         ("head/weight/values", (64, 32), P("tensor", "fsdp")),
         ("head/weight/scale", (64,), P("tensor")),
@@ -399,8 +385,8 @@ def test_parts_lie_like_the_weight_they_are_of(quantised, runs, kind):
         ("layers/3/attention/q_norm/scale", (8,), P(None)),
     ):
         assert partition(path, shape, MESH) == want
-    _, stored = load_target(quantised[kind], sharding=place_weights(MESH))
-    _, loaded = load_target(runs.model("target"), sharding=place_weights(MESH), quantise=kind)
+    _, stored = load_target(quantised["int8"], sharding=place_weights(MESH))
+    _, loaded = load_target(runs.model("target"), sharding=place_weights(MESH), quantise="int8")
     want = place_tree(stored, MESH)
     for params in (stored, loaded):
         for array, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
@@ -457,34 +443,13 @@ def test_drafts_are_converted_for_a_quantised_target(tmp_path):
 # Refusals
 
 
-def test_unknown_kinds(runs, tmp_path):
+def test_refusals(runs, quantised, tmp_path):
     with pytest.raises(UserError, match=r"^quantise: want int8 or fp8, got 'int4'$"):
         check_quantisation("target", read_record(runs.model("target")), "int4")
-    given = ["--target", runs.model("target"), "--prompt", "a"]
-    assert "--quantise" in (message := refusal(generate_main, *given, "--quantise", "int4"))
-    assert "'int8' or 'fp8'" in message
-    source = ["target", "--source", str(tmp_path), "--output", str(tmp_path / "out")]
-    message = refusal(convert_main, *source, "--quantise", "int4")
-    assert "invalid choice: 'int4' (choose from" in message
-
-
-def test_quantising_twice(quantised):
     with pytest.raises(UserError, match=r"is quantised to int8 already; leave out quantise, or "):
         Engine.load(quantised["int8"], settings=EngineConfig(quantise="fp8"))
-    given = ["--target", quantised["fp8"], "--prompt", "a", "--quantise", "fp8"]
-    assert "is quantised to fp8 already" in refusal(generate_main, *given)
-
-
-def test_exporting_or_training_with_a_quantised_target(runs, quantised, tmp_path):
-    given = ["--model", quantised["int8"], "--output", str(tmp_path / "out")]
-    assert "is quantised to int8, which no layout holds" in refusal(convert_main, "export", *given)
-    config = config_file(runs, tmp_path, DRAFT, target=quantised["int8"])
-    message = refusal(train_main, "--config", config)
-    assert "int8, which no model is trained with; give the target it was made from" in message
-    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").rglob("model.json"))
-
-
-def test_a_draft_is_never_quantised(runs, tmp_path):
-    folder = copy_model(runs.model("poss2"), tmp_path / "draft", quantised="int8")
+    export = ["export", "--model", quantised["int8"], "--output", str(tmp_path / "out")]
+    assert "is quantised to int8, which no layout holds" in refusal(convert_main, *export)
+    draft = copy_model(runs.model("poss2"), tmp_path / "draft", quantised="int8")
     with pytest.raises(UserError, match="quantised: want a target, got a draft"):
-        Engine.load(runs.model("target"), folder)
+        Engine.load(runs.model("target"), draft)
