@@ -1,6 +1,5 @@
 """Records of every format, chat templates, and the trained parts of a chat."""
 
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,6 @@ SPACED = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-FORGETS_THOUGHTS = CHATML.replace(
-    "m.content +", "(m.content if loop.last else m.content.split('</think>')[-1]) +"
-)
-MOVES_SYSTEM = (
-    "{% set ns = namespace(system='') %}{% for m in messages %}"
-    "{% if m.role == 'system' %}{% set ns.system = m.content %}"
-    "{% elif m.role == 'user' %}"
-    "{{ '[INST]' + (ns.system if messages[-2:][0] == m or loop.last else '') + m.content }}"
-    "{{ '[/INST]' }}"
-    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
-)
 TEXT = "def area(width, height):\n    return width * height\n\nThe answer is 42. How? So.\n" * 20
 
 
@@ -62,7 +50,7 @@ def sharegpt(*turns: tuple[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 # Formats
 
-HELLO = chat("Hi", "Hello.")
+HELLO, YES = chat("Hi", "Hello."), chat("Hi", "Yes.")
 
 
 @pytest.mark.parametrize(
@@ -75,17 +63,13 @@ HELLO = chat("Hi", "Hello.")
         ({"messages": chat(*"ab"), "system": "system S"}, "chat", chat("system S", *"ab")),
         ({"messages": chat("system A", *"ab"), "system": "B"}, "chat", chat("system A", *"ab")),
         ({"messages": chat(*"ab"), "system": " "}, "chat", chat(*"ab")),
-        ({"messages": chat(*"ab"), "system": None}, "chat", chat(*"ab")),
         ({"prompt": "a", "response": "b", "system": "system S"}, "pairs", chat("system S", *"ab")),
         ({"question": "Hi", "answer": "Hello."}, "pairs", HELLO),
         ({"question": "Hm", "prompt": "Hi", "completion": "Hello."}, "pairs", HELLO),
         ({"instruction": "Hi", "input": "", "output": "Hello."}, "pairs", HELLO),
         ({"prompt": "Hi", "completion": "Hello."}, "pairs", HELLO),
-        (  # columns of a table whose records have several layouts
-            {"question": None, "answer": None, "prompt": "Hi", "completion": "Hello."},
-            "pairs",
-            HELLO,
-        ),
+        # Columns of a table whose records have several layouts.
+        ({"question": None, "answer": None, "prompt": "Hi", "completion": "Yes."}, "pairs", YES),
         ({"instruction": "Add.", "input": "1 2", "output": "3"}, "pairs", chat("Add.\n\n1 2", "3")),
     ],
 )
@@ -132,12 +116,14 @@ def test_odd_chats_are_used_up_to_the_oddity(turns: list, kept: int, left_out: s
         assert isinstance(document, Broken) and document.reason == left_out
 
 
-@pytest.mark.parametrize(
-    ("history", "why"), [([["c", "d"]], "earlier turns in 'history'"), ([], "")]
-)
-def test_a_history_is_left_out_of_a_pair(history: list, why: str) -> None:
-    record = {"instruction": "a", "output": "b", "history": history}
-    assert read_document(record, "pairs") == (Chat(chat(*"ab")), why)
+def test_a_history_is_left_out_of_a_pair() -> None:
+    record, want = {"instruction": "a", "output": "b"}, Chat(chat(*"ab"))
+    assert read_document({**record, "history": []}, "pairs") == (want, "")
+    document, why = read_document({**record, "history": [["c", "d"]]}, "pairs")
+    assert (document, why) == (want, "earlier turns in 'history'")
+
+
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
 
 
 @pytest.mark.parametrize(
@@ -145,11 +131,7 @@ def test_a_history_is_left_out_of_a_pair(history: list, why: str) -> None:
     [
         ({"conversations": "text"}, "chat", "no list of messages"),
         ({"conversations": ["text", 3]}, "chat", "unknown role"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "chat",
-            "a turn without",
-        ),
+        ({"messages": [IMAGE]}, "chat", "a turn without"),
         ({"question": "Hi", "answer": 3}, "pairs", "a turn without text"),
         ({"question": "Hi", "answer": "\n"}, "pairs", "an empty turn"),
         ({"question": "Hi"}, "pairs", "no question and answer"),
@@ -234,10 +216,9 @@ def test_built_in_templates_drawn(tokenizers: dict[str, Any]) -> None:
         "<s>[INST] <<SYS>>\nsystem Be brief.\n<</SYS>>\n\nHi [/INST] Hello 😀. </s>"
         "<s>[INST] How? [/INST] Zo é </s>"
     )
-    header = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>".format
-    assert write("llama3") == "<|begin_of_text|>" + header("system", "system Be brief.") + header(
-        "user", "Hi"
-    ) + header("assistant", "Hello 😀.") + header("user", "How?") + header("assistant", "Zo é")
+    turns = [(turn["role"], turn["content"].strip()) for turn in SYSTEM_CHAT]
+    written = [f"<|start_header_id|>{r}<|end_header_id|>\n\n{text}<|eot_id|>" for r, text in turns]
+    assert write("llama3") == "<|begin_of_text|>" + "".join(written)
 
 
 TEMPLATES = [
@@ -284,35 +265,6 @@ def test_what_is_learnt_follows_the_prompt_that_the_engine_makes(
             assert sequence.ids[:begin].tolist() == prompt
 
 
-@pytest.mark.parametrize(
-    ("template", "turns", "texts"),
-    [
-        (
-            FORGETS_THOUGHTS,
-            ["Hi", "hm</think>Hello.", "So?", "ah</think>Yes."],
-            [
-                ("Hi", "hm</think>Hello.<|im_end|>"),
-                ("assistant\nHello.", "ah</think>Yes.<|im_end|>"),
-            ],
-        ),
-        (
-            MOVES_SYSTEM,
-            ["system S", "Hi", "Hello.", "So?", "Yes."],
-            [("[INST]system SHi", "Hello.<s>"), ("[INST]system SSo?", "Yes.<s>")],
-        ),
-    ],
-)
-def test_templates_that_rewrite_earlier_turns_give_a_text_per_answer(
-    tokenizers, tmp_path, template, turns, texts
-):
-    tokenizer = make_tokenizer(["<b>", "<s>", "<|im_end|>", "<|im_start|>"])
-    opened = open_template(tokenizer, template, tmp_path)
-    [sequences] = encode_documents([Chat(chat(*turns))], tokenizer, opened)
-    for one, (asked, learnt) in zip(sequences, texts, strict=True):
-        assert asked in tokenizer.decode(one.ids[~one.trained])
-        assert tokenizer.decode(one.ids[one.trained]) == learnt
-
-
 def test_a_system_prompt_for_chats_that_have_none(tokenizers: dict[str, Any]) -> None:
     opened = ChatTemplate(tokenizers["llama2"], "llama2", "Be kind.")
     [one] = opened.render(Chat(HELLO))
@@ -321,18 +273,9 @@ def test_a_system_prompt_for_chats_that_have_none(tokenizers: dict[str, Any]) ->
     assert "kind" not in one.text
 
 
-def test_answers_without_an_end_are_not_looked_for(tokenizers: dict[str, Any]) -> None:
-    text = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    tokenizer = copy(tokenizers["llama3"])
-    tokenizer.chat_template = text + "{% if add_generation_prompt %}assistant: {% endif %}"
-    opened = ChatTemplate(tokenizer, None)
-    with pytest.raises(UserError, match="writes nothing at the end of an answer"):
-        opened.find_answers("user: q1\nassistant: a1\nuser: q2\nassistant: a2\n")
-
-
-@pytest.mark.parametrize(("name", "template"), [("llama3", "llama3"), ("llama2", "llama2")])
-def test_chats_that_are_rendered_already(tokenizers, name, template) -> None:
-    opened = ChatTemplate(tokenizers[name], template)
+@pytest.mark.parametrize("name", ["llama3", "llama2"])
+def test_chats_that_are_rendered_already(tokenizers, name) -> None:
+    opened = ChatTemplate(tokenizers[name], name)
     [rendered] = opened.render(Chat(SYSTEM_CHAT))
     assert opened.find_answers(rendered.text) == [rendered]
     [cut] = opened.find_answers(rendered.text[: rendered.spans[1][0] + 2])
@@ -360,24 +303,14 @@ def test_whether_turns_end(tokenizers: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "template", "error"),
+    ("template", "error"),
     [
-        ("llama2", None, "no chat template; set data.template to llama2, llama3 or the path of a"),
-        ("llama2", "chatml", r"'chatml': want null .*llama2, llama3 or the path of a \.jinja"),
-        ("llama2", "llama3", r"this tokenizer has no <\|start_header_id\|>; take the template"),
-        ("llama2", "{% for", "the chat template refuses it: unexpected"),
-        (
-            "llama2",
-            "{% for m in messages %}{{ m.content }}{% endfor %}"
-            "{{ '<think>' if add_generation_prompt }}",
-            "begins a finished answer otherwise than it asks for it",
-        ),
+        (None, "no chat template; set data.template to llama2, llama3 or the path of a"),
+        ("chatml", r"'chatml': want null .*llama2, llama3 or the path of a \.jinja"),
+        ("llama3", r"this tokenizer has no <\|start_header_id\|>; take the template"),
     ],
 )
-def test_templates_that_cannot_be_used(tokenizers, tmp_path, name, template, error) -> None:
+def test_templates_that_cannot_be_used(tokenizers, template, error) -> None:
     with pytest.raises(UserError, match=error) as caught:
-        if template and "{" in template:
-            open_template(tokenizers[name], template, tmp_path)
-        else:
-            ChatTemplate(tokenizers[name], template)
+        ChatTemplate(tokenizers["llama2"], template)
     assert "\n" not in str(caught.value)

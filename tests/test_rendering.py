@@ -66,14 +66,6 @@ def test_errors_of_templates_are_one_line(template: Any, error: str) -> None:
         ChatTemplate(tokenizer, None)
 
 
-@pytest.mark.parametrize(
-    "template", ["{% for m in messages %}{{ m.content|upper }}{% endfor %}", "x"]
-)
-def test_templates_that_lose_what_was_said_are_refused(template: str) -> None:
-    with pytest.raises(UserError, match="want questions and answers written as they are"):
-        ChatTemplate(make_tokenizer(template), None)
-
-
 REWRITES = (  # drops the answers before the last one, as templates do with thoughts
     "{% for m in messages %}[{{ m.role }}]"
     "{{ m.content if m.role == 'user' or loop.index > messages|length - 2 }}{% endfor %}"
@@ -105,23 +97,23 @@ def test_threads_get_their_own_texts() -> None:
         assert all(pool.map(ask, range(100)))
 
 
+HALF = "prompt: want text as UTF-8, got half a character"
+LONG = "want token ids of 0 to 9, got one of more than 64 bits"
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [("\ud800", "refuses them: "), ({1}, "want a role and a content of text")],
+    ("prompt", "message"),
+    [
+        ([{"role": "user", "content": "\ud800"}], "refuses them: "),
+        ([{"role": "user", "content": {1}}], "want a role and a content of text"),
+        ("a \ud800", HALF),
+        ("\udcff", HALF),
+        ([0, 10**5000], LONG),
+        ([0, -(10**5000)], LONG),
+    ],
+    ids=["half", "set", "text", "escape", "large", "small"],
 )
-def test_messages_that_are_no_messages(content: Any, message: str) -> None:
+def test_prompts_that_are_none(prompt: Any, message: str) -> None:
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match=message):
-        encode_prompt([{"role": "user", "content": content}], tokenizer, 10)
-
-
-@pytest.mark.parametrize("prompt", ["a \ud800", "\udcff"])
-def test_prompts_that_are_not_utf8(prompt: str) -> None:
-    with pytest.raises(UserError, match="prompt: want text as UTF-8, got half a character"):
-        encode_prompt(prompt, make_tokenizer(None), 10)
-
-
-@pytest.mark.parametrize("token", [10**5000, -(10**5000)], ids=["large", "small"])
-def test_token_ids_that_are_too_long_to_be_shown(token: int) -> None:
-    with pytest.raises(UserError, match="want token ids of 0 to 9, got one of more than 64 bits"):
-        encode_prompt([0, token], None, 10)
+        encode_prompt(prompt, tokenizer, 10)
