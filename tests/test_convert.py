@@ -1,6 +1,8 @@
 """The converter: every layout comes through bit for bit."""
 
+import hashlib
 import json
+import os
 
 import jax.numpy as jnp
 import pytest
@@ -16,7 +18,7 @@ from convert_sources import (
 )
 
 from poss_jax.checkpoint.folder import load_draft, load_target
-from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.record import TOKENIZER_FILES, read_record
 from poss_jax.config.reading import UserError
 from poss_jax.convert.hf import parse_llama_config
 from poss_jax.convert.tensors import slots_by_key
@@ -132,3 +134,30 @@ def test_target_of_a_draft_must_be_a_target(tmp_path, tiny):
     run("draft", source=source, target=tiny / "target", output=tmp_path / "out")
     with pytest.raises(UserError, match="got a draft"):
         run("draft", source=source, target=tmp_path / "out", output=tmp_path / "again")
+
+
+def test_tokenizer_template_and_generation_config_travel_byte_for_byte(tmp_path):
+    folder = write_source(tmp_path / "source", target_tensors())
+    contents = {name: os.urandom(99) for name in TOKENIZER_FILES if not name.endswith(".json")}
+    contents |= {
+        name: b'{"note": "%s",\r\n\t"other" : [1 ,2]}' % name.encode()
+        for name in TOKENIZER_FILES
+        if name.endswith(".json")
+    }
+    contents["chat_template.jinja"] = "{{ 'é' }}\n".encode()
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    run("target", source=folder, output=tmp_path / "out")
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in contents} == contents
+    record = read_record(tmp_path / "out")
+    for got, name in (
+        (record.tokenizer_sha256, "tokenizer.json"),
+        (record.chat_template_sha256, "chat_template.jinja"),
+    ):
+        assert got == hashlib.sha256(contents[name]).hexdigest()
+    write_source(tmp_path / "drafted", draft_tensors())
+    run("draft", source=tmp_path / "drafted", target=tmp_path / "out", output=tmp_path / "draft")
+    draft = read_record(tmp_path / "draft")
+    assert draft.tokenizer_sha256 == record.tokenizer_sha256
+    assert draft.chat_template_sha256 == record.chat_template_sha256
+    assert (tmp_path / "draft/chat_template.jinja").read_text() == "{{ 'é' }}\n"

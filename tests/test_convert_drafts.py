@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -89,17 +90,29 @@ def write_safetensors(folder, tensors):
     save_file(tensors, folder / "model.safetensors")
 
 
-def write_bin(folder, tensors):
+def write_bin(folder, tensors, num_shards=1):
     import torch
 
     state = {
         k: torch.from_numpy(v.astype(np.float32)).to(getattr(torch, v.dtype.name))
         for k, v in tensors.items()
     }
-    torch.save(state, folder / "pytorch_model.bin")
+    if num_shards == 1:
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    weight_map = {key: f"pytorch_model-{n % num_shards}.bin" for n, key in enumerate(state)}
+    for name in set(weight_map.values()):
+        torch.save({k: state[k] for k in state if weight_map[k] == name}, folder / name)
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
 
 
-FORMS = {"safetensors": write_safetensors, "shards": write_shards, "bin": write_bin}
+FORMS = {
+    "safetensors": write_safetensors,
+    "shards": write_shards,
+    "bin": write_bin,
+    "bin_shards": partial(write_bin, num_shards=3),
+}
 LAYOUTS = [
     plain,
     prefixed,
@@ -122,7 +135,7 @@ CASES += [("eagle", prefixed, *case) for case in itertools.product(DTYPES, FORMS
         pytest.param(
             *case,
             id=f"{case[1].__name__}-{jnp.dtype(case[2]).name}-{case[3]}",
-            marks=[pytest.mark.torch] if case[3] == "bin" else [],
+            marks=[pytest.mark.torch] if "bin" in case[3] else [],
         )
         for case in CASES
     ],

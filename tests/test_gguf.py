@@ -6,6 +6,7 @@ import zipfile
 
 import gguf
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_sources import refusal_of, run, write_source
@@ -21,6 +22,7 @@ from gguf_files import (
     write_gguf,
     write_out,
 )
+from models import random_tokens, stacked
 
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.reading import UserError
@@ -29,6 +31,8 @@ from poss_jax.convert.gguf_file import open_gguf
 from poss_jax.convert.inspection import inspect
 from poss_jax.convert.plan import plan_target
 from poss_jax.convert.source import open_source
+from poss_jax.model.documents import encode
+from poss_jax.model.linear import linear
 
 
 def convert(source, output):
@@ -188,6 +192,32 @@ def test_stored_type(tmp_path):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(kept)} == {"float32"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(cast)} == {"bfloat16"}
     jax.tree.map(lambda k, c: np.testing.assert_array_equal(k.astype(c.dtype), c), kept, cast)
+
+
+# What transformers does not take from the file, or takes for a vocabulary of the usual size.
+NOT_READ = {"qwen3": {"head_dim": HEAD_DIM}, "phi3": {"pad_token_id": 0}}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("type", [Type.F32, Type.Q8_0], ids=lambda type: type.name)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama_biases"])
+def test_logits_are_those_of_transformers(tmp_path, family, type):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    pytest.importorskip("accelerate", reason="make test-torch installs it")
+    file = write_gguf(tmp_path / "model.gguf", family, draw_tensors(family), type=type)
+    run("target", source=file, output=tmp_path / "out")
+    record, params = load_target(tmp_path / "out", jnp.float32)
+    tokens = random_tokens(record.llama, 2, 24)
+    got = linear(encode(stacked(params), record.llama, tokens), params["head"]["weight"])
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32, **NOT_READ.get(family, {})
+    ).eval()
+    with torch.no_grad():
+        want = model(torch.tensor(np.asarray(tokens), dtype=torch.long)).logits
+    assert want.shape == (2, 24, VOCABULARY)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from convert_sources import random_transformer
 from convert_sources import run as convert
 from jax import lax
 from models import random_target, random_tokens, stacked, tiny_llama
@@ -86,56 +87,32 @@ ROPES = {
 }
 
 
-def random_model(folder, **changes):
-    """A random model of `transformers`, saved to a folder."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shape = {
-        "model_type": "llama",
-        "vocab_size": 53,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 8,
-    }
-    config = AutoConfig.for_model(**shape | changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        width = parameter.shape[-1] if parameter.ndim == 2 else 25
-        is_scale = name.endswith("norm.weight")
-        torch.nn.init.normal_(parameter, mean=float(is_scale), std=width**-0.5)
-    model.save_pretrained(folder)
-    return model
-
-
-PHI3 = {
-    "model_type": "phi3",
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "original_max_position_embeddings": 14,
-    "pad_token_id": None,
+# Model type, and what differs from the shape of `random_transformer`.
+FAMILIES = {
+    "llama": ("llama", {"num_key_value_heads": 4}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "llama_head_dim": ("llama", {"head_dim": 12, "num_key_value_heads": 1}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "phi3": ("phi3", {TRAINED: 14, "max_position_embeddings": 64, "pad_token_id": None}),
 }
+# Every family, and every rope in two of them.
+CASES = [(family, "default") for family in FAMILIES]
+CASES += [("llama", rope) for rope in ROPES if rope not in ("default", "longrope")]
+CASES += [("qwen3", rope) for rope in ROPES if rope not in ("default", "longrope")]
+CASES += [("phi3", "longrope")]
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    ("rope", "changes"),
-    [
-        ("default", {"num_key_value_heads": 4}),
-        ("linear", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-        ("dynamic", {"num_key_value_heads": 1, "head_dim": 12}),
-        ("llama3", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
-        ("yarn", {"num_key_value_heads": 2, "head_dim": 16}),
-        ("longrope", PHI3),
-    ],
-)
-def test_transformers(tmp_path, rope, changes):
+@pytest.mark.parametrize(("family", "rope"), CASES)
+def test_transformers(tmp_path, family, rope):
     import torch
 
-    model = random_model(tmp_path / "source", rope_parameters=ROPES[rope], **changes)
+    model_type, changes = FAMILIES[family]
+    model = random_transformer(model_type, rope_parameters=ROPES[rope], **changes)
+    model.save_pretrained(tmp_path / "source")
     convert("target", source=tmp_path / "source", output=tmp_path / "target")
     record, params = load_target(tmp_path / "target")
     assert record.config.rope.type == rope

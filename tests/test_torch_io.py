@@ -2,12 +2,14 @@
 
 import os
 import pickle
+import re
 import sys
 from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
+from convert_sources import refusal_of, target_tensors, write_source
 
 from poss_jax.checkpoint.torch_io import read_bin, write_bin
 from poss_jax.config.reading import UserError
@@ -35,15 +37,7 @@ def test_every_type_bit_for_bit(tmp_path, dtype, zipped):
     want = values.float().numpy()
     np.testing.assert_array_equal(arrays["a"].astype(np.float32), want)
     np.testing.assert_array_equal(arrays["b"].astype(np.float32), want.T)
-
-
-@pytest.mark.torch
-def test_files_of_the_zip_format_are_mapped(tmp_path):
-    import torch
-
-    torch.save({"a": torch.zeros(4)}, tmp_path / "model.bin")
-    array = read_bin(tmp_path / "model.bin")["a"]
-    assert not array.flags.owndata
+    assert not (zipped and arrays["a"].flags.owndata)  # mapped, not read
 
 
 class Malicious:
@@ -109,9 +103,8 @@ def test_damaged_file(tmp_path, content):
     with pytest.raises(UserError, match=r"model\.bin: ") as error:
         read_bin(path)
     assert "\n" not in str(error.value)
-    path.unlink()
     with pytest.raises(UserError, match="No such file"):
-        read_bin(path)
+        read_bin(tmp_path / "missing.bin")
 
 
 @pytest.mark.torch
@@ -129,3 +122,15 @@ def test_only_a_flat_state_dict(tmp_path, kind):
     torch.save(state, tmp_path / "model.bin")
     with pytest.raises(UserError, match=r"model\.bin"):
         read_bin(tmp_path / "model.bin")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_file(tmp_path, dtype):
+    import torch
+
+    folder = write_source(tmp_path / "source", target_tensors())
+    (folder / "model.safetensors").unlink()
+    state = {"model.norm.weight": torch.ones(8).to(getattr(torch, dtype))}
+    torch.save(state, folder / "pytorch_model.bin")
+    assert re.search(f"model.norm.weight.*{dtype}.*quantised", refusal_of(folder))
