@@ -45,7 +45,7 @@ MODEL = tiny_llama(
     head_dim=64,
     max_position_embeddings=1024,
 )
-DEEP = SpecialistsConfig(positions_per_specialist=(1, 2), layers_per_specialist=(3,), depth=3)
+DEEP = SpecialistsConfig(positions_per_specialist=(1, 1), layers_per_specialist=(2,), depth=2)
 ALL = {"draft_tokens": 1024, "batch_size": 8, "quantise": "int8", "specialists": DEEP}
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
@@ -62,7 +62,7 @@ def settings(**changes) -> AheadConfig:
     values = {
         "model": MODEL,
         "specialists": SpecialistsConfig(positions_per_specialist=(2, 2), depth=4),
-        "tree": TreeConfig(depth=3, top_k=4, total_tokens=16),
+        "tree": TreeConfig(depth=2, top_k=4, total_tokens=12),
         "context": 400,
         "max_new_tokens": 64,
     }

@@ -29,11 +29,8 @@ print(run_queue(stages, Path("runs"), seconds=100))
 
 def start_queue(folder: Path) -> subprocess.Popen[str]:
     words = [sys.executable, "-c", TABLE]
-    path = str(Path(__file__).parent.parent)
-    return subprocess.Popen(
-        words, cwd=folder, env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"}, text=True,
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
+    environment = {"PYTHONPATH": str(Path(__file__).parent.parent), "PATH": "/usr/bin:/bin"}
+    return subprocess.Popen(words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE)
 
 
 def is_running(child: Path) -> bool:
@@ -83,13 +80,6 @@ def test_every_command_is_one_of_bash(sizes: dict[str, Any]) -> None:
         subprocess.run(["bash", "-n", "-c", stage.command], check=True)
 
 
-def rounds(**milliseconds: float) -> dict[str, float]:
-    contexts = {"own": "512", "near": "512 of 8192"}
-    plain = {f"autoregressive, {c}: round_milliseconds": 5.0 for c in contexts.values()}
-    names = {key: f"poss3 6/10/60, {contexts[key]}: round_milliseconds" for key in milliseconds}
-    return plain | {names[key]: value for key, value in milliseconds.items()}
-
-
 @pytest.mark.parametrize(
     ("own", "near", "decision"),
     [
@@ -99,7 +89,13 @@ def rounds(**milliseconds: float) -> dict[str, float]:
     ],
 )
 def test_used_rows_are_decided_by_both_rules(own: float, near: float, decision: str) -> None:
-    numbers = {"rounds": rounds(own=10.0, near=10.0), "used_rows": rounds(own=own, near=near)}
+    def rounds(own: float, near: float) -> dict[str, float]:
+        milliseconds = {"512": own, "512 of 8192": near}
+        plain = {f"autoregressive, {c}: round_milliseconds": 5.0 for c in milliseconds}
+        drafted = {f"poss3 6/10/60, {c}: round_milliseconds": milliseconds[c] for c in milliseconds}
+        return plain | drafted
+
+    numbers = {"rounds": rounds(10.0, 10.0), "used_rows": rounds(own, near)}
     decisions = dict(line.split(": ", 1) for line in device.decide(numbers, SIZES))
     assert decisions.pop("decision, used_rows") == decision
     assert set(decisions.values()) == {"open"}
@@ -113,12 +109,9 @@ def test_used_rows_are_decided_by_both_rules(own: float, near: float, decision: 
     ],
 )
 def test_drafts_and_trees_are_decided(mtp: float, fixed: float, decisions: list[str]) -> None:
+    by_draft = {"PosS-1": 100.0, "PosS-1 on EAGLE-3": 50.0, "MTP": mtp}
     numbers = {
-        "smollm2": {
-            "PosS-1, T = 0: tokens_per_second": 100.0,
-            "PosS-1 on EAGLE-3, T = 0: tokens_per_second": 50.0,
-            "MTP, T = 0: tokens_per_second": mtp,
-        },
+        "smollm2": {f"{name}, T = 0: tokens_per_second": n for name, n in by_draft.items()},
         "server": {"poss3, 32 clients: tokens_per_second": 100.0},
         "fixed_tree": {"poss3 6/10/60, 32 clients: tokens_per_second": fixed},
     }
@@ -127,16 +120,11 @@ def test_drafts_and_trees_are_decided(mtp: float, fixed: float, decisions: list[
 
 
 def test_numbers_stand_beside_the_committed_ones(tmp_path: Path) -> None:
-    row = {"round_milliseconds": 9.0, "floor_to_round": 0.7}
+    near = {"round_milliseconds": 9.0, "floor_to_round": 0.7}
     far = {"round_milliseconds": 12.0, "floor_to_round": 0.8}
-    report = {
-        "device": {"name": "NVIDIA H200"},
-        "methods": {
-            "poss3 6/10/60, 512": row,
-            "poss3 6/10/60, 512 of 8192": row,
-            "poss3 6/10/60, 16128 of 16384": far,
-        },
-    }
+    contexts = {"512": near, "512 of 8192": near, "16128 of 16384": far}
+    methods = {f"poss3 6/10/60, {context}": row for context, row in contexts.items()}
+    report = {"device": {"name": "NVIDIA H200"}, "methods": methods}
     (tmp_path / "rounds").mkdir()
     (tmp_path / "rounds" / "report.json").write_text(json.dumps(report))
     lines = list(device.summarise([Stage("rounds", 1, "")], tmp_path, SIZES))

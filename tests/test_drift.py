@@ -12,7 +12,6 @@ from models import exact_pair, random_draft, tiny_llama
 from programs import Runs, write_lines
 
 from infer.bench.by_depth import (
-    count_rounds,
     decode,
     describe_draft,
     follow,
@@ -25,7 +24,6 @@ from poss_jax.checkpoint.writing import target_identity, write_model
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.training import ObjectiveConfig
-from poss_jax.engine.answers import Generation
 from poss_jax.learn.task import DraftTask
 from poss_jax.learn.validation import add_up, draft_metrics, make_draft_validation
 from poss_jax.model.documents import TrainBatch
@@ -33,27 +31,6 @@ from poss_jax.model.parameters import split_items
 from poss_jax.model.target import stack_layers
 
 R, N = 3, 14
-
-
-def answer(prompt: list[int], output: list[int], accepted: list[int], offered: list[int]) -> Any:
-    return Generation(
-        prompt_ids=prompt,
-        output_ids=output,
-        text=None,
-        accepted_per_round=accepted,
-        offered_per_round=offered,
-        stop_reason="length",
-    )
-
-
-def test_rounds_are_counted_where_they_were_offered_a_token() -> None:
-    """The last round was cut: it neither accepted nor missed its second position."""
-    one = answer([1], [2] * 8, [2, 0, 1], [2, 1, 1])
-    two = answer([1], [2] * 3, [1], [2])
-    offered, accepted = count_rounds([[one], [two]], 2)
-    assert offered.tolist() == [[3, 1], [1, 1]] and accepted.tolist() == [[2, 1], [1, 0]]
-    both = count_rounds([[one, two]], 2)  # two turns of one question
-    assert [part.tolist() for part in both] == [[[4, 2]], [[3, 1]]]
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,9 @@ from programs import Runs, refusal
 from test_grammar import E3, POSS, TREE, draw_engine, make_slots, prepare_all
 from test_mesh import EIGHT, random_engine
 from test_mesh import POSS as POSS_ON_MESH
-from test_text import BYTE_FALLBACK, BYTE_LEVEL, spell
-from transformers import PreTrainedTokenizerFast
+from test_text import BYTE_LEVEL, spell
 
-from infer import chat, generate, lossless, serve
+from infer import generate, lossless, serve
 from infer.bench import __main__ as bench
 from infer.generate_run import Screen
 from poss_jax import Engine, Generation, SamplingConfig, Scheduler, Slots, TreeConfig, UserError
@@ -54,22 +53,20 @@ def count_copied(answers: Sequence[Generation | None]) -> int:
     return sum(sum(answer.copied_per_round) for answer in answers if answer is not None)
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "options", "batch_size"),
     [
-        # Coupled PosS, and no draft: also behind a server, below.
-        pytest.param(POSS, {}, 4, id="PosS", marks=pytest.mark.slow),
-        pytest.param(POSS, {"drafting": "argmax"}, 3, id="argmax", marks=pytest.mark.slow),
-        pytest.param(POSS, {"lookup": ALL}, 4, id="all", marks=pytest.mark.slow),
-        pytest.param(POSS, {"tree": CHAIN, "lookup": 2}, 4, id="chain", marks=pytest.mark.slow),
-        pytest.param(E3, {}, 4, id="EAGLE-3", marks=pytest.mark.slow),
+        # Coupled PosS also behind a server, below; both families also in test_lookup.py.
+        pytest.param(POSS, {}, 4, id="PosS"),
+        pytest.param(POSS, {"drafting": "argmax"}, 3, id="argmax"),
+        pytest.param(POSS, {"lookup": ALL}, 4, id="all"),
+        pytest.param(POSS, {"tree": CHAIN, "lookup": 2}, 4, id="chain"),
+        pytest.param(E3, {}, 4, id="EAGLE-3"),
         pytest.param(E3, {"drafting": "argmax"}, 3, id="EAGLE-3, argmax"),
-        pytest.param(
-            E3, {"tree": CHAIN, "lookup": ALL}, 3, id="EAGLE-3, chain", marks=pytest.mark.slow
-        ),
-        pytest.param(None, {}, 1, id="no draft", marks=pytest.mark.slow),
-        pytest.param(None, {"lookup": ALL}, 4, id="no draft, all", marks=pytest.mark.slow),
+        pytest.param(E3, {"tree": CHAIN, "lookup": ALL}, 3, id="EAGLE-3, chain"),
+        pytest.param(None, {}, 1, id="no draft"),
+        pytest.param(None, {"lookup": ALL}, 4, id="no draft, all"),
     ],
 )
 def test_copies_change_no_text(config, options, batch_size, alone) -> None:
@@ -84,7 +81,11 @@ def test_copies_change_no_text(config, options, batch_size, alone) -> None:
         assert max(answer.copied_per_round) <= engine.settings.lookup
 
 
-@pytest.mark.parametrize("config", [POSS, None], ids=["PosS", "no draft"])
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(POSS, id="PosS"), pytest.param(None, id="no draft", marks=pytest.mark.slow)],
+)
 def test_copies_change_no_text_of_a_server(config, alone) -> None:
     engine = with_lookup(config)
     scheduler = Scheduler(make_slots(engine))
@@ -97,6 +98,7 @@ def test_copies_change_no_text_of_a_server(config, alone) -> None:
         scheduler.close()
     assert scheduler.error is None
     assert ids(answers) == ids([*alone, *alone])
+    assert [answer.text for answer in answers] == [answer.text for answer in alone] * 2
     assert count_copied(answers[:8]) > 0
     assert count_copied(answers[8:]) == 0
 
@@ -128,12 +130,10 @@ def test_cached_beginnings_of_prompts_are_copied_from(
     assert count_copied(answers) > 0
 
 
-@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["level", "fallback"])
-def test_streams_of_copied_pieces_of_characters(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_streams_of_copied_pieces_of_characters() -> None:
     """Tokens are bytes of two characters, and a special one, which adds no text."""
     engine = with_lookup(None)
-    engine.tokenizer = tokenizer
-    tokens = [*spell(tokenizer, "é\N{THUMBS UP SIGN}"), 0]
+    tokens = [*spell(BYTE_LEVEL, "é\N{THUMBS UP SIGN}"), 0]
     biased = SamplingConfig(temperature=1.0, seed=4, logit_bias=dict.fromkeys(tokens, 80.0))
     prompt = engine.prepare(tokens * 3, 60, biased)
     chunks = list(engine.decode_rounds(prompt))
@@ -185,22 +185,21 @@ def test_devices_copy_alike() -> None:
     assert count_copied(texts[0]) > 0
 
 
-def test_sampled_drafts_are_refused() -> None:
-    with pytest.raises(UserError, match="lookup: want coupled or argmax drafting, got sampled"):
-        draw_engine(TREE, drafting="sampled").with_tree(TREE, lookup=LOOKUP)
+SAMPLED = "lookup: want coupled or argmax drafting, got sampled"
 
 
-@pytest.mark.parametrize("main", [generate.main, chat.main, serve.main, bench.main, lossless.main])
+@pytest.mark.parametrize("main", [generate.main, serve.main, bench.main, lossless.main])
 def test_programs_refuse_sampled_drafts_before_they_load_models(main: Main) -> None:
     words = ["--target", "nowhere", "--lookup", "3", "--drafting", "sampled"]
     words += ["--question", "?"] if main is generate.main else []
-    assert "lookup: want coupled or argmax drafting, got sampled" in refusal(main, *words)
+    assert SAMPLED in refusal(main, *words)
 
 
-def test_a_method_with_sampled_drafts_is_refused() -> None:
+def test_engines_and_methods_with_sampled_drafts_are_refused() -> None:
+    with pytest.raises(UserError, match=SAMPLED):
+        draw_engine(TREE, drafting="sampled").with_tree(TREE, lookup=LOOKUP)
     method = MethodConfig(draft="d", drafting="sampled")
-    BenchConfig(target="t", methods={"m": method})
-    with pytest.raises(ValueError, match=r"methods\.m: lookup: want coupled or argmax drafting"):
+    with pytest.raises(ValueError, match=rf"methods\.m: {SAMPLED}"):
         BenchConfig(target="t", methods={"m": method}, lookup=3)
 
 

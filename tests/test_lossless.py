@@ -90,23 +90,14 @@ def few_settings(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_settings")
 @pytest.mark.parametrize("lookup", [pytest.param(0, marks=pytest.mark.slow), 9])
-def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys, lookup):
-    main([*arguments(runs, tmp_path), "--lookup", str(lookup)])
-    out = capsys.readouterr().out
-    copies = f", lookup {lookup}" if lookup else ""
-    assert f"| PosS-2, tree 1/3/4, batch 4{copies} | 12 | 0 | 0 |" in out
-    report = json.loads(out.splitlines()[-1])
-    assert report["failures"] == report["excused"] == [] and report["answers"] == 12
-    assert 0 < report["largest_rounding"] < lossless_run.MAX_ROUNDING
-    assert not list((tmp_path / "cache").rglob("*.jsonl"))  # nothing is left to go on with
-
-
-@pytest.mark.usefixtures("few_settings")
-def test_interrupted_check_goes_on(runs: Runs, tmp_path, capsys, monkeypatch, caplog):
+def test_interrupted_check_goes_on_and_finds_nothing(
+    runs: Runs, tmp_path, capsys, monkeypatch, caplog, lookup
+):
     """It says first how long it takes: what was kept takes no time."""
+    words = [*arguments(runs, tmp_path), "--lookup", str(lookup)]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(lossless_run, "_compare", interrupt)
-        main(arguments(runs, tmp_path))
+        main(words)
     assert "24 answers, about 1 min and compilation" in caplog.messages
     decoded = []
     decode = lossless_run._decode
@@ -116,11 +107,17 @@ def test_interrupted_check_goes_on(runs: Runs, tmp_path, capsys, monkeypatch, ca
         return decode(engine, *args)
 
     monkeypatch.setattr(lossless_run, "_decode", count)
-    main(arguments(runs, tmp_path))
+    main(words)
     assert decoded == [True]  # answers without the draft were kept
     assert "12 answers, about 1 min and compilation" in caplog.messages
     assert "going on with 1 results" in caplog.text
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failures"] == []
+    out = capsys.readouterr().out
+    copies = f", lookup {lookup}" if lookup else ""
+    assert f"| PosS-2, tree 1/3/4, batch 4{copies} | 12 | 0 | 0 |" in out
+    report = json.loads(out.splitlines()[-1])
+    assert report["failures"] == report["excused"] == [] and report["answers"] == 12
+    assert 0 < report["largest_rounding"] < lossless_run.MAX_ROUNDING
+    assert not list((tmp_path / "cache").rglob("*.jsonl"))  # nothing is left to go on with
 
 
 def interrupt(*args):

@@ -15,7 +15,6 @@ from poss_jax.bundled import default
 from poss_jax.bundled.default import recommended_sampling
 from poss_jax.checkpoint.record import FORMAT_VERSION
 from poss_jax.config.decoding import ChatConfig, SamplingOptions, ServeConfig
-from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.program.options import choose_sampling
 from poss_jax.serving.bodies import CompletionRequest
 from poss_jax.serving.requests import read_completion
@@ -107,8 +106,3 @@ def test_settings_are_shown_at_the_start(engine: Engine, caplog: pytest.LogCaptu
         "sampling: temperature 0.0, top_p 0.5",
         "at temperature 0, top_k changes nothing; give --temperature",
     ]
-
-
-def test_regenerated_answers_stay_greedy_unless_told() -> None:
-    config = RegenerateConfig(target="t", output="o", self_prompt=1)
-    assert config.sampling == SamplingConfig()

@@ -44,24 +44,6 @@ def test_interval_of_a_share_by_hand():
     assert number["value"] - number["low"] == pytest.approx(2.306 * error, rel=1e-4)
 
 
-@pytest.mark.parametrize("n", [8, 50])
-def test_intervals_cover(n: int):
-    """Of 2,000 sets of questions with 95 % intervals 93 % or more hold the true number."""
-    rng, draws = np.random.default_rng(n), 2000
-    rounds = rng.integers(20, 60, (n, draws))  # answers are of unequal length
-    of_question = rng.beta(6, 4, (n, draws))  # and some are easy to draft
-    accepted = rng.binomial(rounds, of_question)
-    skewed = 1 + rng.gamma(4.0, 0.5, (n, draws))
-    wanted = {
-        "mean": (estimate_mean(rng.normal(3.0, 1.0, (n, draws))), 3.0),
-        "skewed mean": (estimate_mean(skewed), 3.0),
-        "share": (estimate(share, accepted, rounds), 0.6),
-    }
-    for name, (number, true) in wanted.items():
-        low, high = np.array(number["low"]), np.array(number["high"])
-        assert np.mean((low <= true) & (true <= high)) >= 0.93, name
-
-
 def test_numbers_of_several_depths_are_drawn_together():
     """An identity for each draw of questions, such as a sum over depths, holds for the interval."""
     values = np.random.default_rng(1).random((12, 3))

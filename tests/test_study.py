@@ -158,7 +158,6 @@ def test_a_widened_draft_predicts_the_same(runs, tmp_path):
     ("changes", "message"),
     [
         ({"pairs": [["one layer", "three"]]}, "pairs: want names of variants, got three"),
-        ({"variants": {"a": {}, "b": {"num_seeds": 0}}}, "num_seeds: want 1 to 2"),
         ({"variants": {"a": {}, "b": {"num_seeds": 3}}}, "num_seeds: want 1 to 2"),
         ({"variants": {"a": {"specialists": {"depth": "deep"}}}}, "depth: Input should be a valid"),
         pytest.param(
