@@ -9,16 +9,17 @@ import io
 import json
 import os
 import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import fsspec
 from etils.epath import backend
+from hub_server import http_server
 from orbax.checkpoint._src.path import gcs_utils
 
 
@@ -26,7 +27,7 @@ class Objects:
     """Objects by name, `bucket/a/b`, each in a file."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.lock = folder, threading.Lock()
+        self.folder, self.lock = folder, Lock()
         folder.mkdir(parents=True, exist_ok=True)
 
     def file(self, name: str) -> Path:
@@ -50,21 +51,10 @@ class Objects:
         file = self.file(name)
         return file.stat().st_mtime_ns if file.is_file() else 0
 
-    def about(self, bucket: str, name: str) -> dict[str, Any]:
-        """The store's JSON about an object."""
-        full = f"{bucket}/{name}"
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        number = str(self.generation(full))
-        return {
-            "kind": "storage#object",
-            "name": name,
-            "bucket": bucket,
-            "generation": number,
-            "metageneration": "1",
-            "size": str(self.file(full).stat().st_size),
-            "timeCreated": stamp,
-            "updated": stamp,
-        }
+    def about(self, bucket: str, name: str) -> dict[str, str]:
+        """The store's JSON about an object, as far as TensorStore reads it."""
+        number = str(self.generation(f"{bucket}/{name}"))
+        return {"name": name, "bucket": bucket, "generation": number}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -120,9 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, bucket: str, query: dict[str, str]) -> None:
         first, end = query.get("startOffset", ""), query.get("endOffset")
         names = [name.partition("/")[2] for name in self.objects.names(f"{bucket}/")]
-        found = [n for n in names if n >= first and (end is None or n < end)]
-        found = [name for name in found if name.startswith(query.get("prefix", ""))]
-        items = [self.objects.about(bucket, name) for name in found]
+        listed = [name for name in names if name >= first and (end is None or name < end)]
+        items = [self.objects.about(bucket, name) for name in listed]
         self._answer(200, json.dumps({"kind": "storage#objects", "items": items}).encode())
 
     def _read(self, full: str, query: dict[str, str]) -> None:
@@ -206,16 +195,8 @@ class FakeStorage(fsspec.AbstractFileSystem):
             raise FileNotFoundError(path)
         return io.BytesIO(content)
 
-    def cp_file(self, path1: str, path2: str, **_: Any) -> None:
-        if self.isfile(path1):
-            content = self.objects.get(self._strip_protocol(path1))
-            self.objects.put(self._strip_protocol(path2), content or b"")
-
     def rm_file(self, path: str) -> None:
         self.objects.file(self._strip_protocol(path)).unlink()
-
-    def rmdir(self, path: str) -> None:
-        pass  # an object store has no folders; neither have mkdir and makedirs anything to do
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
         name = self._strip_protocol(path)
@@ -229,15 +210,16 @@ class FakeStorage(fsspec.AbstractFileSystem):
 # --------------------------------------------------------------------------------------------------
 
 
+_SERVING = ExitStack()
+
+
 def install(folder: Path) -> Objects:
     """Makes gs:// the objects of a folder, until this process ends."""
     objects = Objects(folder)
     _Handler.objects = FakeStorage.objects = objects
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    place = f"127.0.0.1:{server.server_port}"
-    os.environ |= {"TENSORSTORE_GCS_HTTP_URL": f"http://{place}", "GCE_METADATA_ROOT": place}
+    url = _SERVING.enter_context(http_server(_Handler))
+    place = url.removeprefix("http://")
+    os.environ |= {"TENSORSTORE_GCS_HTTP_URL": url, "GCE_METADATA_ROOT": place}
     for name in FakeStorage.protocol:
         fsspec.register_implementation(name, FakeStorage, clobber=True)
     backend.fsspec_backend._get_filesystem.cache_clear()
@@ -245,10 +227,9 @@ def install(folder: Path) -> Objects:
     return objects
 
 
-if __name__ == "__main__":  # python tests/object_store.py FOLDER PROGRAM ARGUMENT...
+if __name__ == "__main__":  # python tests/object_store.py FOLDER MODULE ARGUMENT...
     import runpy
 
     install(Path(sys.argv[1]))
-    del sys.argv[0:2]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -113,6 +113,13 @@ def weights(folder: Path, target: str) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(loaded[1])]
 
 
+def assert_same_run(got: Path, wanted: Path, target: str) -> None:
+    """Compares metrics and weights of two runs bit for bit."""
+    assert metrics(got) == metrics(wanted)
+    for ours, theirs in zip(weights(got, target), weights(wanted, target), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def write_lines(path: Path, *records: Any) -> str:
     """Writes a .jsonl file; strings are written as they are."""
     lines = [item if isinstance(item, str) else json.dumps(item) for item in records]

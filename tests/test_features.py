@@ -8,12 +8,12 @@ from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import ml_dtypes
 import numpy as np
 import pytest
-from jax import lax
-from programs import DRAFT, POSS2, Runs, config_file, metrics, refusal, weights
+from programs import DRAFT, POSS2, Runs, assert_same_run, config_file, refusal
 from self_killing import run_until
 
 from poss_jax.config.models import MeshConfig
@@ -23,7 +23,6 @@ from poss_jax.data import features
 from poss_jax.data.features import FeatureCache, RowsWithFeatures, join_features, open_cache
 from poss_jax.data.prepared import Prepared
 from poss_jax.data.rows import Rows, batch_at, rows_at
-from poss_jax.learn import task
 from poss_jax.model.sharding import make_mesh
 from train.devices import put_batch
 from train.features import fill_cache, is_complete
@@ -61,23 +60,13 @@ def cached(runs: Runs, folder: Path, values: dict[str, Any]) -> str:
     return config_file(runs, folder, values, features=features)
 
 
-def online_rounded(config: str, *arguments: str) -> None:
-    """Trains with features as online, but rounded as a cache rounds them."""
-
-    def encode(*args: Any, encode: Any = task.encode, **kwargs: Any) -> Any:
-        return lax.reduce_precision(encode(*args, **kwargs), 8, 7)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task, "encode", encode)
-        main(["--config", config, *arguments])
-
-
 @pytest.mark.optimised  # as users compile: bits of two programs are compared
 @pytest.mark.slow
 def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
     runs, tmp_path, monkeypatch, capsys
 ):
-    config, cache = cached(runs, tmp_path, POSS2), tmp_path / "cache"
+    narrow = {"dtype": "bfloat16"}  # as a cache keeps features
+    config, cache = cached(runs, tmp_path, POSS2 | narrow), tmp_path / "cache"
     run_until("os.rename", r"\.000001\.npy\.partial", "train.main", "--config", config, *SHORT)
     left = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
     assert list(left) == ["000000.npy"]
@@ -88,18 +77,14 @@ def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
     assert shards.items() >= left.items() and len(shards) == 3
     assert not list(cache.glob(".*.partial"))
 
-    online_rounded(config_file(runs, tmp_path / "online", POSS2), *SHORT)
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "online" / "run")
-    target = runs.model("target")
-    expected = weights(tmp_path / "online" / "run", target)
-    for got, want in zip(weights(tmp_path / "run", target), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    main(["--config", config_file(runs, tmp_path / "online", POSS2 | narrow), *SHORT])
+    assert_same_run(tmp_path / "run", tmp_path / "online" / "run", runs.model("target"))
 
     def no_layers(*_: Any) -> None:
         raise AssertionError("layers loaded")
 
     monkeypatch.setattr("train.draft_stage.load_layers", no_layers)
-    config = cached(runs, tmp_path, DRAFT)
+    config = cached(runs, tmp_path, DRAFT | narrow)
     stage = open_stage(load_config(TrainConfig, config), tmp_path)
     target, batch, _ = stage.plan_step().inputs
     assert "layers" not in target and batch.features.shape == (*batch.tokens.shape, 32)
@@ -125,20 +110,16 @@ def test_a_cache_to_be_written_is_planned_and_filled_as_memory_allows(runs, tmp_
     assert rows_at_once == [1]
 
 
-def test_a_disk_that_is_too_small_is_refused_and_nothing_is_written(runs, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
+def test_dry_run_tells_the_size_and_a_small_disk_is_refused(runs, tmp_path, monkeypatch, capsys):
     config = cached(runs, tmp_path, DRAFT)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**6, 0, 1000))
-    message = refusal(main, "--config", config)
-    assert "cache wants 0.000" in message and "its disk has 9.31e-07 GiB free; make room" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["configs"]
-
-
-def test_dry_run_tells_the_size_and_writes_nothing(runs, tmp_path, capsys):
-    main(["--config", cached(runs, tmp_path, DRAFT), "--dry-run"])
+    main(["--config", config, "--dry-run"])
     said = capsys.readouterr().out
     rows = said.partition("features  ")[2].partition(" x 32 x 32 bfloat16, ")[0]
     assert int(rows) > 100 and "3 shards" in said and "; 0 of them written" in said
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**6, 0, 1000))
+    message = refusal(main, "--config", config)
+    assert "cache wants 0.000" in message and "its disk has 9.31e-07 GiB free; make room" in message
     assert [path.name for path in tmp_path.iterdir()] == ["configs"]
 
 
@@ -197,28 +178,26 @@ def test_folder_of_another_run_or_of_other_files_is_refused(tmp_path):
 def test_a_folder_that_other_hosts_do_not_see_is_refused_before_anything_is_encoded(
     tmp_path, monkeypatch
 ):
-    def encode(_: Any) -> Any:
-        raise AssertionError("features are computed")
-
+    encode = MagicMock(side_effect=AssertionError("features are computed"))
     rows = Rows(*(np.zeros((7, 3), kind) for kind in (np.int32, bool, np.int32)))
     monkeypatch.setattr(features, "_SEEN_SECONDS", 0)
-    monkeypatch.setattr(
-        "train.features.broadcast_from_first", lambda _: True
-    )  # each asks its own folder
+    monkeypatch.setattr("train.features.broadcast_from_first", lambda _: True)  # each asks its own
     cache, not_seen = open_small(tmp_path / "cache"), "cache: this process does not see the folder"
-    with pytest.raises(UserError, match=not_seen):
-        fill_cache(cache, [rows], encode, 1, make_mesh(MeshConfig()))
-    with pytest.raises(UserError, match=not_seen):
-        is_complete(cache)
+    for ask in (
+        is_complete,
+        lambda _: fill_cache(cache, [rows], encode, 1, make_mesh(MeshConfig())),
+    ):
+        with pytest.raises(UserError, match=not_seen):
+            ask(cache)
     monkeypatch.setattr(features, "_SEEN_SECONDS", 60)
     monkeypatch.setattr(features.time, "sleep", lambda _: written(tmp_path / "cache"))
     cache.check_seen()  # it came late
 
 
-def overwrite(path: Path, place: int, content: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(place)
-        file.write(content)
+def flip_bit(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 8
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -227,31 +206,20 @@ def overwrite(path: Path, place: int, content: bytes) -> None:
         lambda path: os.truncate(path, 130),
         lambda path: os.truncate(path, 128 + 3 * 3 * 4 * 2),  # its checksums are gone
         Path.unlink,
-        lambda path: overwrite(path, 0, b"PK\3\4"),  # a zip file's
-        lambda path: overwrite(path, 10, b"\0"),
-        lambda path: overwrite(path, 12, b"("),
+        lambda path: path.write_bytes(b"PK\3\4"),  # a zip file's
+        lambda path: flip_bit(path, -1),
+        lambda path: flip_bit(path, 140),
     ],
 )
-def test_a_damaged_shard_is_named(tmp_path, damage):
-    cache, features = written(tmp_path / "cache")
-    damage(tmp_path / "cache" / "000001.npy")
-    np.testing.assert_array_equal(cache.read(np.array([0])), features[:1])
-    with pytest.raises(UserError, match=r"000001\.npy: want a shard .*; remove it") as caught:
-        cache.read(np.array([0, 5]))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("place", [128, 140, 128 + 3 * 3 * 4 * 2 + 4, -1])
-def test_flipped_bit_is_found_in_the_rows_that_are_read(tmp_path, place):
+def test_a_damaged_shard_is_named_and_written_again(tmp_path, damage):
     cache, features = written(tmp_path / "cache")
     path = tmp_path / "cache" / "000001.npy"
-    content = bytearray(path.read_bytes())
-    content[place] ^= 8
-    path.write_bytes(content)
-    damage = r"000001\.npy: .*row . is not what was written\); remove it"
-    with pytest.raises(UserError, match=damage):
+    damage(path)
+    np.testing.assert_array_equal(cache.read(np.array([0])), features[:1])
+    with pytest.raises(UserError, match=r"000001\.npy: want a shard .*; remove it") as caught:
         cache.read(np.arange(7))
-    path.unlink()
+    assert "\n" not in str(caught.value)
+    path.unlink(missing_ok=True)
     cache.write(1, [features[3:6]])
     np.testing.assert_array_equal(cache.read(np.arange(7)), features)
 

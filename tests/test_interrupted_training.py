@@ -3,54 +3,31 @@
 import json
 import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from programs import POSS2, STEPS, Runs, config_file, metrics, refusal, weights
-from self_killing import ROOT, run_until
+from programs import POSS2, STEPS, Runs, assert_same_run, config_file, metrics, refusal
+from self_killing import run_until
 
-from poss_jax.checkpoint.folder import load_target
-from poss_jax.checkpoint.writing import write_model
-from poss_jax.config.reading import load_config
-from poss_jax.config.training import TrainConfig
 from poss_jax.data.rows import rows_at
-from poss_jax.model.parameters import split_items
+from poss_jax.learn.state import TrainState
+from poss_jax.model.documents import TrainBatch
+from train.draft_stage import DraftStage
 from train.main import main
 from train.run_log import RunLog
-from train.training import open_stage
-
-
-def interrupt(moment: str, step: int, config: str) -> subprocess.CompletedProcess[str]:
-    """In another process, which finds its programs compiled."""
-    command = [sys.executable, str(ROOT / "tests" / "dying_run.py"), moment, str(step)]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-        "JAX_NUMPY_RANK_PROMOTION": "raise",
-    }
-    command += ["--config", config]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
 
 
-def assert_ends_like(folder: Path, uninterrupted: Path, runs: Runs) -> None:
-    """Bit for bit: metrics and weights; and the same checkpoints are left."""
-    assert metrics(folder) == metrics(uninterrupted)
-    assert checkpoints(folder) == checkpoints(uninterrupted)
-    expected = weights(uninterrupted, runs.model("target"))
-    for got, want in zip(weights(folder, runs.model("target")), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+def assert_ends_like_poss2(folder: Path, runs: Runs) -> None:
+    """As the run that nothing interrupted, bit for bit; and the same checkpoints are left."""
+    assert_same_run(folder, runs.root / "poss2", runs.model("target"))
+    assert checkpoints(folder) == checkpoints(runs.root / "poss2")
 
 
 @pytest.mark.quick
@@ -61,14 +38,17 @@ def test_run_killed_while_saving_ends_like_an_uninterrupted_one(runs, tmp_path):
     assert [name for name in names if name.isdigit()] == ["10"]
     assert any(name.startswith("20.") for name in names)
     main(["--config", config])
-    assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
+    assert_ends_like_poss2(tmp_path / "run", runs)
+
+
+FIRST_STEP = "open", r"run/metrics\.jsonl$"  # when its metrics are written
 
 
 @pytest.fixture(scope="module")
 def milliseconds(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """Seconds between the metrics of a run's first step and its last."""
+    """Time between the metrics of a run's first step and its last; all programs are compiled."""
     folder = tmp_path_factory.mktemp("timed")
-    assert interrupt("after", 10**6, config_file(runs, folder, POSS2)).returncode == 0
+    main(["--config", config_file(runs, folder, POSS2)])
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     first, *_, last = [line["seconds"] for line in lines if "seconds" in line]
     return 1000 * (last - first)
@@ -79,11 +59,10 @@ def milliseconds(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> float:
 def test_killed_at_a_random_moment(runs, tmp_path, milliseconds, seed):
     """Each in its own twentieth of the time, at any point of the run."""
     config = config_file(runs, tmp_path, POSS2)
-    share = (seed + random.Random(seed).random()) / 20
-    result = interrupt("after", round(share * milliseconds), config)
-    assert result.returncode in (-signal.SIGKILL, 0), result.stderr  # 0: it was faster
+    later = 1 + round((seed + random.Random(seed).random()) / 20 * milliseconds)
+    run_until(*FIRST_STEP, "train.main", "--config", config, later=later)
     main(["--config", config])
-    assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
+    assert_ends_like_poss2(tmp_path / "run", runs)
 
 
 def test_sigterm_saves_and_says_how_to_go_on(runs, tmp_path, monkeypatch, capfd):
@@ -103,91 +82,50 @@ def test_sigterm_saves_and_says_how_to_go_on(runs, tmp_path, monkeypatch, capfd)
     assert checkpoints(tmp_path / "run") == [10, 13]
     assert not (tmp_path / "run" / "model").exists()
     main(["--config", config])
-    assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
+    assert_ends_like_poss2(tmp_path / "run", runs)
 
 
 @pytest.mark.slow
 def test_second_sigterm_quits_at_once(runs, tmp_path):
-    result = interrupt("twice", 13, config_file(runs, tmp_path, POSS2))
-    assert result.returncode == -signal.SIGTERM, result.stderr
-    assert "saving and stopping; a second one quits at once" in result.stderr
-    assert checkpoints(tmp_path / "run") == [10]
+    """One comes as the first step's metrics are written, another as the second's are."""
+    config = config_file(runs, tmp_path, POSS2)
+    said = run_until(*FIRST_STEP, "train.main", "--config", config, sent=signal.SIGTERM)
+    assert "saving and stopping; a second one quits at once" in said
+    assert checkpoints(tmp_path / "run") == []
 
 
-def copied_run(runs: Runs, folder: Path) -> Path:
-    run = folder / "run"
-    shutil.copytree(runs.root / "poss2", run)
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    (run / "config.yaml").write_text(yaml.safe_dump(config | {"output": str(run)}))
-    return run
+def test_poisoned_batch_stops_the_run_and_is_named(runs, tmp_path, monkeypatch):
+    make_step, run, poisoned_step = DraftStage.make_step, tmp_path / "run", 7
 
+    def make_poisoned(stage: DraftStage, *args: Any) -> Any:
+        step_fn = make_step(stage, *args)
 
-def flip_a_weight(checkpoint: Path) -> None:
-    """Flips a bit of the largest file, in which the arrays lie."""
-    path = max(checkpoint.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 64
-    path.write_bytes(content)
+        def poisoned(state: TrainState, batch: TrainBatch) -> Any:
+            state, metrics = step_fn(state, batch)
+            factor = np.nan if state.step == poisoned_step else 1.0
+            return state, metrics | {"loss": metrics["loss"] * factor}
 
+        return poisoned
 
-def test_complete_run_does_not_need_its_checkpoints(runs, tmp_path, capsys):
-    folder = copied_run(runs, tmp_path)
-    for checkpoint in (folder / "checkpoints").iterdir():
-        flip_a_weight(checkpoint)
-    before = sorted(folder.rglob("*"))
-    main(["--config", config_file(runs, tmp_path, POSS2)])
-    assert json.loads(capsys.readouterr().out)["model"] == str(folder / "model")
-    assert sorted(folder.rglob("*")) == before
-
-
-def poisoned_target(source: str, folder: Path, token: int) -> str:
-    """A copy of a target that gives NaN for a certain token."""
-    record, params = load_target(source)
-    weight = params["embed"]["weight"]
-    params |= {"embed": {"weight": weight.at[token].set(np.nan)}}
-    items = split_items(record.config, params)
-    write_model(folder, record, items, tokenizer_from=Path(source))
-    return str(folder)
-
-
-def rare_text(folder: Path, text: Path) -> str:
-    """The training text, and one document with an extra letter."""
-    folder.mkdir()
-    for path in text.iterdir():
-        (folder / path.name).symlink_to(path)
-    (folder / "rare.txt").write_text("é" * 8, encoding="utf-8")
-    return str(folder / "*.txt")
-
-
-def test_poisoned_batch_stops_the_run_and_is_named(runs, tmp_path):
-    source = {"source": rare_text(tmp_path / "text", runs.root / "text")}
-    values: dict[str, Any] = {"data": runs.data | source, "checkpoint_every": 1}
-    values |= {"validate_every": STEPS, "log_every": 5}
-    config = config_file(runs, tmp_path, POSS2, **values)
-    stage = open_stage(load_config(TrainConfig, config), tmp_path)
-    token = stage.tokenizer("é", add_special_tokens=False)["input_ids"][0]
-    assert not (stage.validation_rows.tokens == token).any()
-    (row,) = {int(row) for row, _ in np.argwhere(stage.rows.tokens == token)}
-    at = product(range(100), range(5, 9))
-    batches = {(seed, step): rows_at(len(stage.rows), step - 1, 2, seed) for seed, step in at}
-    seed, step = next(at for at, rows in batches.items() if row in rows)
-
-    target = poisoned_target(runs.model("target"), tmp_path / "target", token)
-    config = config_file(runs, tmp_path, POSS2, **values, seed=seed, target=target)
+    monkeypatch.setattr(DraftStage, "make_step", make_poisoned)
+    often = {"checkpoint_every": 1, "validate_every": STEPS, "log_every": 5}
+    config = config_file(runs, tmp_path, POSS2, **often)
     message = refusal(main, "--config", config)
-    rows = ", ".join(map(str, sorted(batches[seed, step])))
+    num_rows = len(np.load(run / "data.npz")["train/tokens"])
+    rows = sorted(rows_at(num_rows, poisoned_step - 1, 2, seed=0).tolist())
     assert message.startswith(
-        f"step {step} diverged: loss nan; the checkpoint of step {step - 1} is kept, "
-        f"its batch is rows {rows} of the training data (text: "
+        f"step 7 diverged: loss nan; the checkpoint of step 6 is kept, "
+        f"its batch is rows {rows[0]}, {rows[1]} of the training data (text: "
     )
     assert message.endswith(
         "; raise explosion_factor and run again if such a loss is expected, else fix the data "
         "or lower optimizer.learning_rate and start from scratch (--overwrite, or another output)"
     )
-    assert checkpoints(tmp_path / "run") == [step - 2, step - 1]
-    assert "éé" in (tmp_path / "run" / "samples" / f"diverged-{step}.md").read_text("utf-8")
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [5][: step - 5]
-    assert not (tmp_path / "run" / "model").exists()
+    assert checkpoints(run) == [5, 6]
+    batch = (run / "samples" / "diverged-7.md").read_text("utf-8")
+    assert all(f"# row {row}\n" in batch for row in rows) and "def area_" in batch
+    assert [line["step"] for line in metrics(run)] == [5]
+    assert not (run / "model").exists()
     assert refusal(main, "--config", config) == message  # the same again from the checkpoint
 
 

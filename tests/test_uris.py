@@ -4,15 +4,10 @@ The store is `tests/object_store.py`; no test has seen the real one.
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import object_store
 import pytest
 from etils import epath
@@ -20,16 +15,15 @@ from programs import (
     POSS2,
     TARGET,
     Runs,
-    config_file,
+    assert_same_run,
     generate,
     metrics,
     refusal,
     summary,
-    weights,
     write_config,
     write_lines,
 )
-from self_killing import ROOT
+from self_killing import run_until
 
 from infer.generate import main as generate_main
 from poss_jax.checkpoint.record import read_record
@@ -70,13 +64,6 @@ def uri_config(uploaded: str, output: str, folder: Path, values: Any, **changes:
     data = {"source": f"{uploaded}/text/*.txt", "sequence_length": 32, "validation_fraction": 0.2}
     models = {"target": f"{uploaded}/target/model"} if values["stage"] == "draft" else {}
     return write_config(folder, values | models | {"data": data, "output": output} | changes)
-
-
-def assert_same_run(uri: str, local: Path, runs: Runs) -> None:
-    assert metrics(epath.Path(uri)) == metrics(local)
-    target = runs.model("target")
-    for got, want in zip(weights(epath.Path(uri), target), weights(local, target), strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 def test_path_or_uri():
@@ -124,32 +111,17 @@ def test_same_tokens_as_from_local_folders(runs, uploaded, tmp_path):
         for root in (str(runs.root), uploaded)
     ]
     assert lines[0][0]["output_ids"] and lines[0] == lines[1]
+    output = ["--target", f"{uploaded}/target/model", "--prompt", "a", "--output", "gs://tiny/out"]
+    assert "want a path of this machine" in refusal(generate_main, *output)
 
 
-def test_model_is_verified(uploaded, capsys):
-    assert verify_model(f"{uploaded}/target/model").family == "target"
-    convert_main(["inspect", f"{uploaded}/poss2/model", "--verify"])
-    assert summary(capsys)
-
-
-def test_model_is_written(runs, uploaded, objects, tmp_path):
-    models = ["--model", runs.model("poss2"), "--target", runs.model("target")]
-    convert_main(["export", *models, "--output", str(tmp_path / "exported")])
-    command = ["draft", "--source", str(tmp_path / "exported"), "--output", "gs://tiny/converted"]
-    command += ["--target", f"{uploaded}/target/model"]
-    convert_main(command)
-    assert verify_model("gs://tiny/converted").draft.num_specialists == 2
-    assert "is not empty" in refusal(convert_main, *command)
-
-
-def test_export_and_vocabulary(runs, uploaded, objects, tmp_path):
+def test_models_are_exported_converted_and_verified(runs, uploaded, objects, tmp_path, capsys):
     for root, output in ((str(runs.root), str(tmp_path / "out")), (uploaded, "gs://tiny/out")):
         models = ["--model", f"{root}/poss2/model", "--target", f"{root}/target/model"]
         convert_main(["export", *models, "--output", output])
     exported = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.safetensors")}
-    assert exported == {name: objects.get(f"tiny/out/{name}") for name in exported} and objects.get(
-        "tiny/out/config.json"
-    )
+    assert exported == {name: objects.get(f"tiny/out/{name}") for name in exported}
+    assert objects.get("tiny/out/config.json")
     vocabulary = {"vocab_size": 300, "tokens": [*range(200)]}
     objects.put("tiny/vocabulary.json", json.dumps(vocabulary).encode())
     command = ["draft", "--source", str(tmp_path / "out"), "--target", f"{uploaded}/target/model"]
@@ -158,6 +130,9 @@ def test_export_and_vocabulary(runs, uploaded, objects, tmp_path):
     limited, whole = verify_model("gs://tiny/limited"), read_record(f"{uploaded}/poss2/model")
     assert limited.draft_vocabulary == tuple(range(200))
     assert (limited.weights_sha256, limited.draft) == (whole.weights_sha256, whole.draft)
+    assert "is not empty" in refusal(convert_main, *command)
+    convert_main(["inspect", f"{uploaded}/target/model", "--verify"])
+    assert summary(capsys)
 
 
 def test_folder_is_not_whole_before_its_last_file(runs, objects, monkeypatch):
@@ -181,14 +156,6 @@ def test_folder_is_not_whole_before_its_last_file(runs, objects, monkeypatch):
     assert read_record("gs://tiny/partial").family == "target"
 
 
-def test_damaged_item_is_named(uploaded, objects):
-    copy_files(epath.Path(f"{uploaded}/target/model"), epath.Path("gs://tiny/damaged"))
-    for name in objects.names("tiny/damaged/weights/embed/"):
-        objects.file(name).unlink()
-    message = refusal(generate_main, "--target", "gs://tiny/damaged", "--prompt", "a")
-    assert "has no weights item embed" in message
-
-
 # --------------------------------------------------------------------------------------------------
 # Data
 
@@ -205,18 +172,12 @@ def test_data_by_uri(objects, tmp_path):
             for root in (tmp_path, "gs://data/set")
         )
         assert (local.train, local.validation) == (remote.train, remote.validation)
-
-
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
+    for source, why in (
         ("gs://data/none.jsonl", "no such file"),
         ("gs://data/**/a.jsonl", r"URIs take \* but not \*\*"),
-    ],
-)
-def test_data_that_cannot_be_read(objects, source, why):
-    with pytest.raises(UserError, match=why):
-        load_documents(DataConfig(source=source))
+    ):
+        with pytest.raises(UserError, match=why):
+            load_documents(DataConfig(source=source))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -225,29 +186,27 @@ def test_data_that_cannot_be_read(objects, source, why):
 
 @pytest.mark.slow
 def test_killed_run_ends_like_an_uninterrupted_local_one(runs, uploaded, objects, tmp_path):
+    """Killed while it saves; an upload of its model was killed, too."""
     config = uri_config(uploaded, "gs://runs/poss2", tmp_path, POSS2)
-    script = [str(ROOT / "tests" / name) for name in ("object_store.py", "dying_run.py")]
-    command = [sys.executable, script[0], str(objects.folder), script[1], "step", "13"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
-    result = subprocess.run(
-        [*command, "--config", config], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == -signal.SIGKILL, result.stderr
+    program = "object_store", str(objects.folder), "train.main", "--config", config
+    run_until("os.rename", "runs%2Fposs2%2Fcheckpoints%2F20%2F", *program)
     assert objects.names("runs/poss2/checkpoints/10/")
-    assert metrics(epath.Path("gs://runs/poss2"))[-1]["step"] == 10
-    objects.put("runs/poss2/checkpoints/20/default/manifest.ocdbt", b"of a save that was killed")
+    assert metrics(epath.Path("gs://runs/poss2"))[-1]["step"] == 20
     objects.put("runs/poss2/model/weights/part", b"of an upload that was killed")
     main(["--config", config])
-    assert_same_run("gs://runs/poss2", runs.root / "poss2", runs)
+    assert_same_run(epath.Path("gs://runs/poss2"), runs.root / "poss2", runs.model("target"))
     assert not [name for name in objects.names("runs/") if "partial" in name or "/part" in name]
     steps = {name.split("/")[3] for name in objects.names("runs/poss2/checkpoints/")}
     assert steps == {path.name for path in (runs.root / "poss2" / "checkpoints").iterdir()}
 
 
-def test_target_trained_at_a_uri(runs, uploaded, tmp_path, capsys):
+def test_target_trained_at_a_uri(runs, uploaded, objects, tmp_path, capsys):
     config = uri_config(uploaded, "gs://runs/target", tmp_path, TARGET)
+    refused = ["output=gs://runs/none", "batch_size=1000"]
+    assert "held-out documents fill" in refusal(main, "--config", config, *refused)
+    assert objects.names("runs/none") == objects.names("runs/.none") == []
     main(["--config", config])
-    assert_same_run("gs://runs/target", runs.root / "target", runs)
+    assert_same_run(epath.Path("gs://runs/target"), runs.root / "target", runs.model("target"))
     first = summary(capsys)
     assert first["model"] == "gs://runs/target/model"
     main(["--config", config])  # complete already
@@ -272,30 +231,16 @@ def test_overwritten_run_starts_anew(uploaded, objects, tmp_path):
     assert claimed == [([], first), (first, second)]
 
 
-def test_run_that_cannot_start_leaves_nothing(uploaded, objects, tmp_path):
-    config = uri_config(uploaded, "gs://runs/none", tmp_path, TARGET)
-    assert "held-out documents fill" in refusal(main, "--config", config, "batch_size=1000")
-    assert objects.names("runs/none") == objects.names("runs/.none") == []
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (["output=s3://runs/a"], "output s3://runs/a: "),
-        (["loggers=[wandb]"], "loggers: "),
-        (["profile={start: 2}"], "profile: its files are written to this machine alone"),
-        (["features.cache=gs://runs/cache"], "features.cache gs://runs/cache: want a path of this"),
+        ("output=s3://runs/a", "output s3://runs/a: "),
+        ("loggers=[wandb]", "loggers: "),
+        ("profile.start=2", "profile: its files are written to this machine alone"),
+        ("features.cache=gs://runs/cache", "features.cache gs://runs/cache: want a path of this"),
+        ("output=gs://a init_draft=gs://a/b", "output gs://a holds gs://a/b, which is needed"),
     ],
 )
 def test_what_a_run_cannot_have_at_a_uri(uploaded, tmp_path, changes, why):
     config = uri_config(uploaded, "gs://runs/refused", tmp_path, POSS2)
-    assert why in refusal(main, "--config", config, *changes)
-
-
-@pytest.mark.usefixtures("objects")
-def test_outputs_that_stay_local(runs, tmp_path):
-    options = ["--target", runs.model("target"), "--prompt", "a", "--output", "gs://tiny/out.jsonl"]
-    assert "want a path of this machine" in refusal(generate_main, *options)
-    config = config_file(runs, tmp_path, POSS2, output="gs://tiny/poss2/model")
-    message = refusal(main, "--config", config, "init_draft=gs://tiny/poss2/model/in")
-    assert "holds gs://tiny/poss2/model/in, which is needed" in message
+    assert why in refusal(main, "--config", config, *changes.split())
