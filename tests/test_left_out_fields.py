@@ -30,34 +30,26 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [call("Rome")]}
 RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "sunny"}
 
 
-@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
-def test_tools_stand_beside_a_chat(tools):
-    document, why = read_document({"messages": [USER, ANSWER], "tools": tools}, "chat")
-    assert (document, why) == (Chat([USER, ANSWER], [TOOL]), "")
-    assert content_key(Chat([USER, ANSWER], [TOOL])) != content_key(Chat([USER, ANSWER]))
-    document, _ = read_document({"question": "Hi", "answer": "Hello.", "tools": tools}, "pairs")
-    assert document == Chat([USER, ANSWER], [TOOL])
-
-
-@pytest.mark.parametrize("tools", [None, [], "", " ", "[]", "null"])
-def test_no_tools(tools):
-    record = {"messages": [USER, ANSWER], "tools": tools}
-    assert read_document(record, "chat") == (Chat([USER, ANSWER]), "")
-
-
 @pytest.mark.parametrize(
-    ("beside", "reason"),
+    ("beside", "read"),
     [
+        ({"tools": [TOOL]}, [TOOL]),
+        ({"tools": json.dumps([TOOL])}, [TOOL]),
+        *(({"tools": tools}, None) for tools in (None, [], " ", "[]", "null")),
         ({"tools": "[1"}, "tools that are not a list"),
         ({"tools": 7}, "tools that are not a list"),
         ({"functions": [TOOL]}, "functions with a chat, which no template takes; give tools"),
     ],
 )
-def test_tools_that_are_none(beside, reason):
+def test_tools_stand_beside_a_chat(beside, read):
     for record in ({"messages": [USER, ANSWER]}, {"question": "Hi", "answer": "Hello."}):
         kind = "chat" if "messages" in record else "pairs"
         document, _ = read_document(record | beside, kind)
-        assert isinstance(document, Broken) and document.reason == reason
+        if isinstance(read, str):
+            assert isinstance(document, Broken) and document.reason == read
+        else:
+            assert document == Chat([USER, ANSWER], read)
+    assert content_key(Chat([USER, ANSWER], [TOOL])) != content_key(Chat([USER, ANSWER]))
 
 
 def test_fields_of_turns_are_kept():
@@ -80,17 +72,14 @@ def test_fields_of_turns_are_kept():
     [
         ([USER, {**ANSWER, "weight": 0}, USER, ANSWER], 4, ""),
         ([USER, ANSWER, USER, {**ANSWER, "weight": 0}], 2, ""),
-        ([USER, ANSWER, USER, {**ANSWER, "train": False}], 2, ""),
         ([USER, {**ANSWER, "weight": 1.0, "train": True}], 2, ""),
         ([{**USER, "weight": 0.5}, ANSWER], 2, ""),
         ([USER, ANSWER, USER, {**ANSWER, "weight": 0.5}], 2, "a weight that is not 0 or 1"),
         ([USER, ANSWER, USER, {**ANSWER, "train": "no"}], 2, "a weight that is not 0 or 1"),
         ([USER, {**ANSWER, "weight": 0}], 0, "no answer to train on"),
         ([USER, {**ANSWER, "content": "", "reasoning_content": "hm"}], 0, "an empty turn"),
-        ([USER, {**CALLING, "tool_calls": []}], 0, "a turn without text"),
         ([USER, {"role": "user", "content": None, "tool_calls": [1]}], 0, "a turn without text"),
         ([USER, ANSWER, {**USER, "content": [{"type": "x"}]}, ANSWER], 2, "a turn without text"),
-        ([USER, ANSWER, {**USER, "content": []}, ANSWER], 2, "a turn without text"),
     ],
 )  # fmt: skip
 def test_turns_that_are_left_out(turns, kept, why):
@@ -101,13 +90,12 @@ def test_turns_that_are_left_out(turns, kept, why):
         assert isinstance(document, Broken) and document.reason == why
 
 
-@pytest.mark.parametrize("kind", ["text", "input_text", None])
-def test_parts_of_text(kind):
-    part = {"text": "Hi"} | ({"type": kind} if kind else {})
-    document, _ = read_document({"messages": [{**USER, "content": [part, part]}, ANSWER]}, "chat")
+def test_parts_of_text():
+    parts = [{"text": "Hi", "type": "text"}, {"text": "Hi", "type": "input_text"}, {"text": "Hi"}]
+    document, _ = read_document({"messages": [{**USER, "content": parts}, ANSWER]}, "chat")
     assert isinstance(document, Chat)
-    assert document.messages[0]["content"] == [{"type": "text", "text": "Hi"}] * 2
-    assert plain_texts([document]) == ["### user\nHiHi\n### assistant\nHello.\n"]
+    assert document.messages[0]["content"] == [{"type": "text", "text": "Hi"}] * 3
+    assert plain_texts([document]) == ["### user\nHiHiHi\n### assistant\nHello.\n"]
 
 
 def test_questions_end_before_tools():
@@ -124,23 +112,7 @@ def written(*turns: str) -> str:
     return "".join(f"<|{r}|>\n{t}<|end|>\n" for r, t in zip(roles, turns, strict=False))
 
 
-def test_answers_of_a_chat_that_ends_with_eos():
-    opened = ChatTemplate(tokenizer_of("phi-3"), None)
-    text = written("one", "hello", "two", "world") + "<|endoftext|>"
-    [found] = opened.find_answers(text)
-    assert [text[begin:end] for begin, end in found.spans] == ["hello<|end|>", "world<|end|>"]
-    turns = [USER, ANSWER, USER, ANSWER]
-    said = [
-        turn | {"content": text}
-        for turn, text in zip(turns, ("one", "hello", "two", "world"), strict=True)
-    ]
-    assert opened.render(Chat(said)) == [found]
-    [cut] = opened.find_answers(text[: found.spans[1][0] + 3])
-    assert cut.spans == [found.spans[0], (found.spans[1][0], found.spans[1][0] + 3)]
-
-
-@pytest.mark.parametrize("end", ["", "<|endoftext", "\n"])
-@pytest.mark.parametrize("turn", ["user", "assistant"])
+@pytest.mark.parametrize(("end", "turn"), [("", "user"), ("<|endoftext", "assistant")])
 def test_an_answer_that_runs_into_the_next_turn(end, turn):
     opened = ChatTemplate(tokenizer_of("phi-3"), None)
     refused = opened.find_answers(f"{written('one')}<|assistant|>\nhello{end}<|{turn}|>\ntwo")
@@ -149,34 +121,20 @@ def test_an_answer_that_runs_into_the_next_turn(end, turn):
     assert f"hello{end}<|{turn}|>\ntwo".encode("unicode_escape").decode() in str(refused)
 
 
-def test_a_stop_token_that_only_the_model_knows():
-    tokenizer = tokenizer_of("harmony")
-    chat = Chat([USER, {**ANSWER, "reasoning_content": "hm"}])
-    [whole] = ChatTemplate(tokenizer, None).render(chat)
-    [told] = ChatTemplate(
-        tokenizer, None, stop_ids=tokenizer.convert_tokens_to_ids(["<|end|>"])
-    ).render(chat)
-    [(begin, end)], [(same, cut)] = whole.spans, told.spans
-    assert (whole.text, begin) == (told.text, same)
-    assert told.text[begin:end].endswith("final<|message|>Hello.<|return|>")
-    assert told.text[begin:cut].endswith("analysis<|message|>hm<|end|>")
-
-
 @pytest.mark.parametrize(
-    "messages",
+    ("question", "answer", "tools"),
     [
-        [{**USER, "content": "<|end|>"}, ANSWER],
-        [USER, {**ANSWER, "reasoning_content": "<|end|>"}],
-        [USER, {**CALLING, "tool_calls": [call("<|end|>")]}],
-        [USER, {**CALLING, "tool_calls": [{"<|end|>": 1}]}],
-        [{**USER, "name": "<|end|>"}, ANSWER],
+        ({"content": "<|end|>"}, {}, None),
+        ({"name": "<|end|>"}, {}, None),
+        ({}, {"tool_calls": [call("<|end|>")]}, None),
+        ({}, {"tool_calls": [{"<|end|>": 1}]}, None),
+        ({}, {}, [{"a": ["<|end|>"]}]),
     ],
 )
-def test_special_tokens_in_any_field(messages):
+def test_special_tokens_in_any_field(question, answer, tools):
     opened = ChatTemplate(tokenizer_of("phi-3"), None)
     spelled = Broken("a special token is spelled out", "<|end|>")
-    assert opened.render(Chat(messages)) == spelled
-    assert opened.render(Chat([USER, ANSWER], [{"a": ["<|end|>"]}])) == spelled
+    assert opened.render(Chat([USER | question, ANSWER | answer], tools)) == spelled
 
 
 def test_a_stop_token_that_is_not_special():
@@ -224,7 +182,8 @@ def test_what_a_template_leaves_out_is_counted(tmp_path):
 
 
 def test_written_chats_that_cannot_be_read_are_counted(tmp_path):
-    records = [{"text": written(f"q {n}", "hello", "more", "world")} for n in range(40)]
+    chats = [written(f"q {n}", "hello", "more", "world") for n in range(40)]
+    records = [{"text": f"{chat}<|endoftext|>"} for chat in chats]
     records += [{"text": f"<|user|>\nq {n}<|end|>\n<|assistant|>\na<|user|>b"} for n in range(9)]
     prepared = rows_of(tmp_path, "phi-3", records, format="rendered", packing="none")
     assert prepared.report["dropped"] == {"an answer runs into the next turn": 9}

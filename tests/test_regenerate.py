@@ -1,25 +1,21 @@
-"""Targets that answer the questions of a data set: dialogues, what fails, going on, the program."""
+"""Targets that answer the questions of a data set: what is asked, going on, the program."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from programs import Runs, interrupted_after, refusal, summary, write_lines
 
-from poss_jax import Generation, SamplingConfig, UserError
 from poss_jax.config.data import DataConfig
-from poss_jax.config.regenerate import RegenerateConfig
+from poss_jax.config.reading import UserError
 from poss_jax.data.conversations import read_questions
 from poss_jax.data.records import Broken
 from poss_jax.data.sources import load_documents
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from train import regeneration
-from train.answers import AnswerFiles, Question, list_questions
+from train.answers import AnswerFiles, list_questions
 from train.regenerate import main
-from train.regeneration import answer_window
 
 
 def users(*turns: str) -> list[dict[str, str]]:
@@ -37,126 +33,21 @@ def users(*turns: str) -> list[dict[str, str]]:
         ({"conversations": [{"from": "human", "value": "a"}]}, "a"),
         ({"question": "a", "answer": "x"}, "a"),
         ({"prompt": "a"}, "a"),
-        ({"instruction": "a", "output": ""}, "a"),
         ({"turns": ["a", "b"]}, "ab"),
+        ({"messages": []}, Broken("empty conversation")),
+        ({"messages": [{"role": "narrator", "content": "a"}]}, Broken("unknown role", "narrator")),
+        ({"turns": [3]}, Broken("a turn without text")),
+        ({"prompt": " "}, Broken("an empty turn")),
+        ({"text": "a"}, Broken("no question")),
     ],
 )
 def test_questions_of_every_format(record, asked):
+    if isinstance(asked, Broken):
+        assert read_questions(record) == asked
+        return
     assert read_questions(record) == users(*asked)
     system = {"role": "system", "content": "Be brief."}
     assert read_questions(record | {"system": "Be brief."}) == [system, *users(*asked)]
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        ({"messages": []}, "empty conversation"),
-        ({"messages": [{"role": "narrator", "content": "a"}]}, "unknown role"),
-        ({"turns": [3]}, "a turn without text"),
-        ({"prompt": " "}, "an empty turn"),
-        ({"text": "a"}, "no question"),
-    ],
-)
-def test_records_that_ask_nothing(record, reason):
-    found = read_questions(record)
-    assert isinstance(found, Broken) and found.reason == reason
-
-
-# --------------------------------------------------------------------------------------------------
-# Dialogues
-
-
-class Scripted(Engine):
-    """An engine that says of which messages it is asked; prompts are their texts."""
-
-    max_length = 100
-
-    def __init__(self) -> None:
-        self.batches: list[list[str]] = []
-        self.seeds: list[int] = []
-
-    def prepare(
-        self, messages: list[dict[str, str]], max_new_tokens: int, sampling: SamplingConfig
-    ) -> PreparedPrompt:
-        text = "|".join(message["content"] for message in messages)
-        if "refused" in text:
-            raise UserError("messages: refused")
-        if len(text) + max_new_tokens > self.max_length:
-            raise PromptTooLong(len(text), max_new_tokens, self.max_length)
-        return PreparedPrompt(list(text.encode()), max_new_tokens, sampling)
-
-    def decode(self, prompts: list[PreparedPrompt], **settings: Any) -> list[Generation]:
-        texts = [bytes(prompt.ids).decode() for prompt in prompts]
-        self.batches.append(texts)
-        self.seeds += [prompt.sampling.seed for prompt in prompts]
-        return [self.answer(text) for text in texts]
-
-    def answer(self, text: str) -> Generation:
-        last = text.split("|")[-1]
-        said = "" if last == "silent" else f"<{last}>"
-        reason = "length" if last == "endless" else "stop"
-        return Generation([], [], said, [], [], reason)
-
-
-CONFIG = RegenerateConfig(
-    target="t",
-    output="o",
-    data=DataConfig(source="s"),
-    sampling=SamplingConfig(seed=7),
-    max_new_tokens=10,
-    batch_size=2,
-)
-
-
-def ask(engine: Any, *chats: Any, **changes: Any) -> list[dict[str, Any]]:
-    questions = [
-        Question(n, f"file:{n}", {"id": str(n)}, chat if isinstance(chat, Broken) else users(*chat))
-        for n, chat in enumerate(chats)
-    ]
-    return answer_window(engine, questions, replace(CONFIG, **changes))
-
-
-def test_turns_are_answered_in_turn_and_batched_by_length():
-    engine = Scripted()
-    lines = ask(engine, ["aaa", "b"], ["c"], ["dd", "e"])
-    assert [[turn["content"] for turn in line["messages"]] for line in lines] == [
-        ["aaa", "<aaa>", "b", "<b>"],
-        ["c", "<c>"],
-        ["dd", "<dd>", "e", "<e>"],
-    ]
-    assert [turn["role"] for turn in lines[0]["messages"]] == ["user", "assistant"] * 2
-    assert engine.batches == [["c", "dd"], ["aaa"], ["dd|<dd>|e", "aaa|<aaa>|b"]]
-    assert [line["id"] for line in lines] == ["0", "1", "2"]
-    assert engine.seeds[2] == engine.seeds[4] == 7  # of the first chat, in any batch
-    assert len(set(engine.seeds)) == 3
-
-
-@pytest.mark.parametrize(
-    ("chat", "answered", "ended"),
-    [
-        (["a", "silent", "b"], 1, "an empty answer"),
-        (["a", "endless"], 1, "an answer not finished after 10 tokens"),
-        (["a", "b" * 90], 1, "prompt and answer longer than 100 tokens"),
-        (["a", "refused"], 1, "messages: refused"),
-        (["silent"], 0, "an empty answer"),
-        (["endless", "a"], 0, "an answer not finished after 10 tokens"),
-        (["b" * 91], 0, "prompt and answer longer than 100 tokens"),
-        (Broken("bad JSON", "line 3"), 0, "bad JSON"),
-    ],
-)
-def test_chats_that_end_early(chat, answered, ended):
-    [line] = ask(Scripted(), chat)
-    if answered:
-        assert len(line["messages"]) == 2 * answered and line["ended_early"] == ended
-        assert "reason" not in line
-    else:
-        assert line["reason"] == ended and line["where"] == "file:0"
-        assert line.get("messages") == (None if isinstance(chat, Broken) else users(*chat))
-
-
-def test_unfinished_answers_may_be_kept():
-    [line] = ask(Scripted(), ["endless", "a"], keeps_unfinished=True)
-    assert [turn["content"] for turn in line["messages"]] == ["endless", "<endless>", "a", "<a>"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -185,22 +76,27 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_run_goes_on_from_its_last_whole_window(tmp_path, num_bytes):
     write(tmp_path / "whole.jsonl")
     wanted = contents(tmp_path)
-    for name, content in wanted.items():
-        if not name.endswith("made_from.json"):
-            (tmp_path / name).write_bytes(content[:num_bytes])
-    files = AnswerFiles(tmp_path / "whole.jsonl", MADE_FROM, 4)
-    assert files.num_done in (0, 4, 8, 10)
+    for name in ("whole.jsonl", "whole.failed.jsonl"):
+        (tmp_path / name).write_bytes(wanted[name][:num_bytes])
+    assert AnswerFiles(tmp_path / "whole.jsonl", MADE_FROM, 4).num_done in (0, 4, 8, 10)
     files = write(tmp_path / "whole.jsonl")
     assert contents(tmp_path) == wanted
     assert files.counts == {"answered": 7, "bad": 3} and files.num_done == 10
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.failed.jsonl"])
-def test_files_of_something_else_are_left_alone(tmp_path, name):
-    (tmp_path / name).write_text("mine")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("out.jsonl", b"mine"),
+        ("out.failed.jsonl", b"mine"),
+        *(("out.made_from.json", content) for content in (b"{", b"[1]", b"\xff", b"[" * 10**5)),
+    ],
+)
+def test_files_of_something_else_are_left_alone(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match="exists and was not made here; name another file"):
         write(tmp_path / "out.jsonl")
-    assert contents(tmp_path) == {name: b"mine"}
+    assert contents(tmp_path) == {name: content}
 
 
 def test_answers_made_otherwise_are_left_alone(tmp_path):
@@ -215,25 +111,14 @@ def test_answers_made_otherwise_are_left_alone(tmp_path):
     assert write(path, 0).num_done == 4
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"null", b"\xff", b"[" * 10**5])
-def test_damaged_note_of_what_answers_were_made_from(tmp_path, content):
-    write(tmp_path / "out.jsonl")
-    (tmp_path / "out.made_from.json").write_bytes(content)
-    with pytest.raises(UserError, match="was not made here; name another file"):
-        write(tmp_path / "out.jsonl")
-
-
 @pytest.mark.parametrize(
     "line",
     [
-        *("x", "[]", "{}"),
+        *("x", "[]"),
         '{"index": "6", "messages": []}',
         '{"index": 6}',
         '{"index": 6, "messages": [], "reason": "bad"}',
-        '{"index": 5, "messages": []}',
-        '{"index": 3, "messages": []}',
-        '{"index": 10, "messages": []}',
-        '{"index": 7, "messages": []}',
+        *(f'{{"index": {index}, "messages": []}}' for index in (3, 5, 7, 10)),
     ],
 )
 def test_answers_from_a_damaged_line_on_are_made_again(tmp_path, line):
@@ -257,6 +142,7 @@ RECORDS = [
     {"turns": ["def area_2", "return"], "question_id": 7},
     {"messages": users("x" * 300)},
     {"prompt": "</s>"},
+    {"turns": ["area", "x" * 300]},
     *({"id": n, "conversations": [{"from": "human", "value": f"area {n}"}]} for n in range(7)),
 ]
 
@@ -269,22 +155,29 @@ def run(runs: Runs, folder: Path, *arguments: str) -> None:
     main([*given, "--source", source, "--output", str(folder / "out.jsonl"), *arguments])
 
 
-def test_the_target_answers_a_data_set(runs, tmp_path, capsys):
+def test_the_target_answers_a_data_set(runs, tmp_path, capsys, monkeypatch):
+    decode, lengths = Engine.decode, []
+
+    def remember(engine: Engine, prompts: Any, **settings: Any) -> Any:
+        lengths.append([len(prompt.ids) for prompt in prompts])
+        return decode(engine, prompts, **settings)
+
+    monkeypatch.setattr(Engine, "decode", remember)
     options = ["--keep-unfinished", "--temperature", "0.8", "--seed", "3"]
     run(runs, tmp_path / "whole", *options)
-    printed = summary(capsys)
-    assert (printed["questions"], printed["answered"]) == (12, 9)
-    assert printed["not_answered"] == {
-        "bad JSON": 1,
-        "a special token is spelled out": 1,
-        "prompt and answer longer than 256 tokens": 1,
-    }
+    printed, too_long = summary(capsys), "prompt and answer longer than 256 tokens"
+    assert (printed["questions"], printed["answered"]) == (13, 10)
+    refused = dict.fromkeys(["bad JSON", "a special token is spelled out", too_long], 1)
+    assert printed["not_answered"] == refused
+    first_turns = [length for batch in lengths[:3] for length in batch]
+    assert first_turns == sorted(first_turns)  # of a window; batched by length
     out = tmp_path / "whole" / "out.jsonl"
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["index"] for line in lines] == [0, 2, *range(5, 12)]
+    assert [line["index"] for line in lines] == [0, 2, *range(5, 13)]
     assert lines[1]["question_id"] == 7 and len(lines[1]["messages"]) == 4
+    assert lines[2]["ended_early"] == too_long and len(lines[2]["messages"]) == 2
     found = load_documents(DataConfig(source=str(out), validation_fraction=0.5))
-    assert found.tally.dropped == {} and found.tally.records == 9
+    assert found.tally.dropped == {} and found.tally.records == 10
     # Killed in its second window and run again, it writes the same.
     other = tmp_path / "interrupted"
     with interrupted_after(8):
@@ -300,26 +193,29 @@ def test_the_target_answers_a_data_set(runs, tmp_path, capsys):
     assert "draft" in refusal(lambda given: run(runs, other, *given), *sampled)
 
 
-@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_unfinished_answers_are_refused_unless_kept(runs, tmp_path, capsys):
+    run(runs, tmp_path, "--max-documents", "1")
+    assert summary(capsys)["not_answered"] == {"an answer not finished after 5 tokens": 1}
+
+
 @pytest.mark.parametrize(
     ("output", "source"),
     [
         ("a.jsonl", "a.jsonl"),
         ("link.jsonl", "a.jsonl"),
-        ("a.jsonl", "link.jsonl"),
         ("hard.jsonl", "*.jsonl"),
         ("b.jsonl", "b.failed.jsonl"),
         ("b.jsonl", "**/b.made_from.json"),
         ("new.jsonl", "*.jsonl"),
     ],
 )
-def test_what_is_read_is_not_overwritten(tmp_path, output, source, overwrite):
+def test_what_is_read_is_not_overwritten(tmp_path, output, source):
     for name in ("a.jsonl", "b.failed.jsonl", "b.made_from.json"):
         write_lines(tmp_path / name, {"prompt": "mine"})
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
     (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "a.jsonl")
     before = contents(tmp_path)
-    given = ["--source", str(tmp_path / source), "--output", str(tmp_path / output), *overwrite]
+    given = ["--source", str(tmp_path / source), "--output", str(tmp_path / output), "--overwrite"]
     message = refusal(main, "--target", "none", *given)
     assert "which is written" in message and message.endswith("name another output")
     assert contents(tmp_path) == before
@@ -333,30 +229,20 @@ SERVER = "--server http://127.0.0.1:9/v1 --source {asked}"
     ("arguments", "error"),
     [
         (f"{LOCAL} --template vicuna", "want null (the tokenizer's own)"),
-        (f"{LOCAL} --temperature -1", "temperature"),
         (f"{LOCAL} --model m", "--model: applies only to a server"),
-        (f"{LOCAL} --concurrency 4", "--concurrency: applies only to a server"),
-        (f"{LOCAL} --self-prompt-turns 2", "--self-prompt-turns: applies only to turns"),
         (f"{LOCAL} --source-share 0.5", "--source-share: applies only to turns that"),
         (f"{LOCAL} --self-prompt 3", "source_share: want it above 0 with a data.source"),
         ("--target {target} --source missing.jsonl", "no such file"),
         ("--target {target} --source {nothing}", "want chats or questions, got none in 1 records"),
-        ("--target {target} --self-prompt 3 --source-share 0.5", "--source-share: want it above 0"),
         ("--target {target}", "or self_prompt, to let the target write questions"),
         ("--source s.jsonl", "want a target (--target DIR), or a server (--server URL)"),
         (f"{SERVER} --draft d", "--draft: applies only to a local target; leave it or server out"),
         (f"{SERVER} --tree-depth 3", "tree: applies only to a local target"),
-        (f"{SERVER} --lookup 3", "--lookup: applies only to a local target"),
         (f"{SERVER} --batch-size 4", "--batch-size: applies only to a local target"),
-        (f"{SERVER} --max-length 99", "--max-length: applies only to a local target"),
-        (f"{SERVER} --quantise int8", "--quantise: applies only to a local target"),
         (f"{SERVER} --template llama3", "--template: the server has its own"),
         (f"{SERVER} --target nowhere", "nowhere"),
         ("--server localhost:8000 --source x", "want such as http://localhost:8000/v1, got '"),
-        ("--server file:///v1 --source x", "server: want such as http://"),
         ("--server http://a:b/v1 --source x", "Port could not be cast"),
-        ("--server http://a..b/v1 --source x", "label"),
-        ("--server http://[::1/v1 --source x", "Invalid IPv6 URL"),
         ("--server http://a/v1?key=1 --source x", "server: want such as http://"),
     ],
 )

@@ -1,6 +1,7 @@
 """Chats whose user's turns the target writes itself: openings, what is dropped, the program."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,7 @@ def turns(*texts: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("template", "before", "after"),
     [
-        (KINDS["chatml"].text, "<|im_start|>user\n", IM_NEXT),
         (KINDS["chatml, default system message"].text, IM_SYSTEM, IM_NEXT),
-        (KINDS["gemma"].text, "<s><turn>user\n", "<end_of_turn>\n<turn>model\n"),
         (PLAIN, "### user\n", "\n### assistant\n"),
         (BUILT_IN["llama2"], "<s>[INST] ", " [/INST]"),
         (BUILT_IN["llama3"], "<s>" + HEADER.format("user"), "<|eot_id|>" + ANSWER),
@@ -76,10 +75,8 @@ def test_openings_of_all_kinds_of_templates(tokenizer, template, before, after):
     ("template", "error"),
     [
         ("{{ messages[0].content }}", "opening cannot be found; give questions instead"),
-        ("{{ 'user: ' + messages[0].content | upper }}", "opening cannot be found"),
         ("{{ 'a' * messages[0].content | length + messages[0].content }}", "cannot be found"),
         ("{{ messages[0].content + ' or ' + messages[0].content }}", "cannot be found"),
-        ("{{ 'user:' }}", "cannot be found"),
         ("{{ raise_exception('no user') }}", "the chat template refuses a user's turn: no user"),
     ],
 )
@@ -219,30 +216,21 @@ def test_a_question_that_was_asked_before_a_stop_is_not_asked_again(runs, tmp_pa
     assert (tmp_path / "out.failed.jsonl").read_bytes() == whole
 
 
-def test_questions_of_a_source_are_mixed_in(runs, tmp_path, tokenizer):
+def test_questions_of_a_source_are_mixed_in(tmp_path, tokenizer):
     records = [{"prompt": f"question {n}"} for n in range(4)]
     source = write_lines(tmp_path / "asked.jsonl", {"text": "no question"}, *records)
-
-    def plan(number: int, share: float) -> list[Any]:
-        config = RegenerateConfig(
-            target="t",
-            output="o",
-            self_prompt=number,
-            source_share=share,
-            data=DataConfig(source=source, system_prompt="Be brief."),
-        )
-        return plan_questions(config, tokenizer)
-
-    planned = plan(10, 0.3)
+    data = DataConfig(source=source, system_prompt="Be brief.")
+    config = RegenerateConfig(target="t", output="o", self_prompt=10, source_share=0.3, data=data)
+    planned = plan_questions(config, tokenizer)
     assert [question.index for question in planned] == list(range(10))
-    given = [question for question in planned if question.ids["source"] == "asked"]
-    assert [question.index for question in given] == [3, 6, 9]
-    contents = [question.messages[-1]["content"] for question in given]
-    assert contents == ["question 0", "question 1", "question 2"]
+    given = {3: "question 0", 6: "question 1", 9: "question 2"}
     system = [{"role": "system", "content": "Be brief."}]
-    assert all(question.messages == system for question in planned if question not in given)
+    for index, question in enumerate(planned):
+        asked = turns(given[index]) if index in given else []
+        assert question.messages == [*system, *asked]
+        assert question.ids["source"] == ("asked" if asked else "self")
     with pytest.raises(UserError, match="want 5 questions, which is its share, got 4; lower"):
-        plan(10, 0.5)
+        plan_questions(replace(config, source_share=0.5), tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -283,7 +271,7 @@ def test_a_server_writes_turns_and_answers_them(runs, tmp_path):
         "top_p": 0.95,
         "seed": seeds[1],
     }
-    answered = [(body["seed"], body["temperature"]) for body in chat.bodies if "messages" in body]
-    assert {(seed, float(n % 2)) for n, seed in enumerate(seeds)} == set(answered)
+    answered = {(body["seed"], body["temperature"]) for body in chat.bodies if "messages" in body}
+    assert {(seed, float(n % 2)) for n, seed in enumerate(seeds)} == answered
     without = ["--server", "http://localhost:1/v1", *given[2:]]
     assert "--self-prompt: want --target DIR, whose" in refusal(main, *without)
