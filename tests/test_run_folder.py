@@ -1,11 +1,15 @@
-"""Starting, continuing and refusing a run's folder, and what a run saves in it."""
+"""The folder and the log of a run: starting, continuing, what is refused, and what is written."""
 
 import json
+import math
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from poss_jax.config.reading import UserError, build_config
@@ -13,6 +17,7 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
 from train.claims import claim_folder
 from train.run_folder import RunFolder
+from train.run_log import Diverged, LossWatch, RunLog, check_loggers, open_loggers
 
 MODEL = dict.fromkeys(
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads".split(), 4
@@ -61,8 +66,13 @@ def test_a_run_at_a_link_lies_where_the_link_leads(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "large").iterdir()] == ["run"]
 
 
-def test_a_run_that_was_moved_goes_on(tmp_path: Path) -> None:
+def test_same_config_continues_in_place_even_if_moved(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()  # an empty folder is taken
     start(config_for(tmp_path / "a"))
+    before = files(tmp_path / "a")
+    with claim_folder(config_for(tmp_path / "a")) as place:
+        assert place == tmp_path / "a"
+    assert files(tmp_path / "a") == before
     (tmp_path / "a").rename(tmp_path / "b")
     with claim_folder(config_for(tmp_path / "b")) as place:
         assert place == tmp_path / "b" and (place / "tokenizer").exists()
@@ -84,27 +94,6 @@ def test_failed_start_leaves_nothing(tmp_path: Path) -> None:
         (it / "tokenizer").write_text("prepared")
         raise UserError("no text")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_preparation_left_is_removed(tmp_path: Path) -> None:
-    for name in (".a.partial-1", ".ab.partial-1"):
-        (tmp_path / name / "a").mkdir(parents=True)
-    start(config_for(tmp_path / "a"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".ab.partial-1", "a"]
-
-
-def test_empty_folder_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    start(config_for(tmp_path / "a"))
-    assert (tmp_path / "a" / "config.yaml").is_file()
-
-
-def test_same_config_continues_in_place(tmp_path: Path) -> None:
-    start(config_for(tmp_path / "a"))
-    before = files(tmp_path)
-    with claim_folder(config_for(tmp_path / "a")) as place:
-        assert place == tmp_path / "a"
-    assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -136,23 +125,19 @@ def test_what_does_not_change_the_result_may_change(tmp_path: Path) -> None:
         start(config_for(tmp_path / "a", validate_every=7, log_every=1))
 
 
-def test_overwrite_starts_anew(tmp_path: Path) -> None:
+def test_overwrite_starts_anew_once_the_new_run_can_start(tmp_path: Path) -> None:
     start(config_for(tmp_path / "a", seed=1))
     (tmp_path / "a" / "metrics.jsonl").write_text("of the earlier run")
+    before = files(tmp_path)
+    with pytest.raises(UserError), claim_folder(config_for(tmp_path / "a"), overwrite=True):
+        raise UserError("no text")
+    assert files(tmp_path) == before
     start(config_for(tmp_path / "a"), overwrite=True)
     assert sorted(files(tmp_path)) == ["a/config.yaml", "a/provenance.json", "a/tokenizer"]
     start(config_for(tmp_path / "a"))  # its config is the new one
 
 
-def test_failed_overwrite_keeps_the_earlier_run(tmp_path: Path) -> None:
-    start(config_for(tmp_path / "a", seed=1))
-    before = files(tmp_path)
-    with pytest.raises(UserError), claim_folder(config_for(tmp_path / "a"), overwrite=True):
-        raise UserError("no text")
-    assert files(tmp_path) == before
-
-
-@pytest.mark.parametrize("content", [None, "", "stage: [", "\x00"], ids=repr)
+@pytest.mark.parametrize("content", [None, "stage: ["], ids=repr)
 def test_run_without_its_config_is_refused(tmp_path: Path, content: str | None) -> None:
     start(config_for(tmp_path / "a"))
     RunFolder(config_for(tmp_path / "a")).close()
@@ -163,9 +148,10 @@ def test_run_without_its_config_is_refused(tmp_path: Path, content: str | None) 
         start(config_for(tmp_path / "a"))
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
-    "content", [None, "learning_rate: 1", "- a list", "stage: [", "\x00"], ids=repr
+    ("content", "overwrite"),
+    [(None, True), ("learning_rate: 1", True), ("- a list", False), ("stage: [", False)],
+    ids=repr,
 )
 def test_folder_of_something_else_is_refused(tmp_path, content, overwrite) -> None:
     (tmp_path / "thesis").mkdir()
@@ -186,31 +172,37 @@ def test_file_in_the_way_is_refused(tmp_path: Path, output: str) -> None:
     assert files(tmp_path) == {"file": "text"}
 
 
-@pytest.mark.parametrize("key", ["target", "init_target", "init_draft"])
-def test_run_does_not_overwrite_the_model_it_starts_from(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"target": "{}/model"}, "which is needed"),
+        ({"init_draft": "{}/model"}, "which is needed"),
+        ({"stage": "target", "init_target": "{}/model"}, "which is needed"),
+        ({"features": {"cache": "{}/cache"}}, "which --overwrite would remove; move it"),
+        ({"data": {"source": "{}/a.jsonl"}}, "which --overwrite would remove"),
+        ({"data": {"template": "{}/a.jinja"}}, "which --overwrite would remove"),
+    ],
+)
+def test_run_does_not_overwrite_what_it_reads(tmp_path: Path, changes, error) -> None:
     start(config_for(tmp_path / "a"))
     before = files(tmp_path)
-    models = {key: str(tmp_path / "a" / "model")}
-    if key != "init_target":
-        models = {"stage": "draft", "model": None, "target": str(tmp_path / "t" / "model")} | models
-    config = config_for(tmp_path / "a", **models)
-    with pytest.raises(UserError, match=r"output .*/a holds .*/a/model, which is needed"):
-        start(config, overwrite=True)
+    at = json.loads(json.dumps(changes).replace("{}", str(tmp_path / "a")))
+    draft = {"stage": "draft", "model": None, "target": "t"} if "stage" not in at else {}
+    with pytest.raises(UserError, match=f"output .*/a holds .*/a/.*, {error}"):
+        start(config_for(tmp_path / "a", **draft | at), overwrite=True)
     assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize(
-    ("scores", "kept", "best"),
+    ("scores", "kept", "best", "resumed_after"),
     [
-        ([1.0, 3.0, 2.0, 1.5, 1.0], [2, 4, 5], 2),
-        ([1.0, 2.0, 3.0, 2.0, 2.0], [3, 4, 5], 3),
-        ([1.0, 2.0, 3.0, 4.0, 5.0], [4, 5], 5),
-        ([1.0, 2.0, 1.0, 2.0, None], [4, 5], 4),  # of equals the newest
-        ([None, 2.0, None, None, None], [2, 4, 5], 2),
-        ([None] * 5, [4, 5], 5),
+        ([1.0, 3.0, 2.0, 1.5, 1.0], [2, 4, 5], 2, 2),
+        ([1.0, 2.0, 3.0, 2.0, 2.0], [3, 4, 5], 3, 4),
+        ([1.0, 2.0, 1.0, 2.0, None], [4, 5], 4, 2),  # of equals the newest
+        ([None, 2.0, None, None, None], [2, 4, 5], 2, 4),
+        ([None] * 5, [4, 5], 5, 0),
     ],
 )
-@pytest.mark.parametrize("resumed_after", [0, 2, 4])
 def test_keeps_the_newest_and_the_best(tmp_path, scores, kept, best, resumed_after) -> None:
     start(config_for(tmp_path / "a"))
     folder = RunFolder(config_for(tmp_path / "a"))
@@ -232,15 +224,18 @@ FULL = "No space left on device"
 
 
 @pytest.mark.parametrize(
-    ("raised", "reason"),
+    ("when", "raised", "reason"),
     [
-        (ValueError("Error writing [.. os_error_code='28' ..."), f"{FULL}; make room there"),
-        (OSError(28, FULL), f"{FULL}; make room there"),
-        (FileNotFoundError(2, "No such file"), "No such file or directory; mend that"),
-        (ValueError("Something\n  else"), "Something else; mend that"),
+        (
+            "save",
+            ValueError("Error writing [.. os_error_code='28' ..."),
+            f"{FULL}; make room there",
+        ),
+        ("save", OSError(28, FULL), f"{FULL}; make room there"),
+        ("exported", FileNotFoundError(2, "No such file"), "No such file or directory; mend that"),
+        ("close", ValueError("Something\n  else"), "Something else; mend that"),
     ],
 )
-@pytest.mark.parametrize("when", ["save", "exported", "close"])
 def test_failed_save_is_one_line(tmp_path, monkeypatch, when, raised, reason) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise raised
@@ -323,11 +318,186 @@ def test_damaged_lines_of_metrics(tmp_path: Path, capfd: pytest.CaptureFixture) 
     run.close()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{"])
-def test_provenance_is_not_needed(tmp_path: Path, content: bytes | None) -> None:
-    path = saved_run(tmp_path / "a", [1.0]) / "provenance.json"
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    start(config_for(tmp_path / "a"))
-    assert resume(tmp_path / "a") == (1, [1])
+# --------------------------------------------------------------------------------------------------
+# The log: when a step's metrics are looked at, and what is written of them
+
+
+class Fetched:
+    """A loss that notes when the host asks for it."""
+
+    def __init__(self, loss: float, step: int, events: list[str]) -> None:
+        self._loss, self._step, self._events = loss, step, events
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self._events.append(f"fetched {self._step}")
+        return np.asarray(self._loss, dtype)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    config = config_for(tmp_path / "run", log_every=2, num_tokens=5 * 256 * 8)
+    start(config)
+    return RunFolder(config)
+
+
+def log_of(folder: RunFolder, first_step: int = 0, **changes: Any) -> RunLog:
+    config = config_for(folder.path, log_every=2, num_tokens=5 * 256 * 8, **changes)
+    return RunLog(config, folder, first_step)
+
+
+def lines(folder: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_is_looked_at_once_the_next_is_under_way(folder: RunFolder) -> None:
+    events: list[str] = []
+    with log_of(folder) as log:
+        for step in (1, 2, 3):
+            events.append(f"started {step}")
+            log.record(step, {"loss": Fetched(2.0, step, events)})
+        log.flush()
+        log.flush()
+    assert events == ["started 1", "started 2", "fetched 1", "started 3", "fetched 2", "fetched 3"]
+
+
+def test_every_second_line_and_the_last(folder: RunFolder) -> None:
+    with log_of(folder) as log:
+        for step in range(1, 6):
+            log.record(step, {"loss": np.float32(step), "loss_per_depth": np.ones(2)})
+        log.flush()
+    logged = lines(folder)
+    assert [line["step"] for line in logged] == [2, 4, 5]
+    assert logged[0]["tokens"] == 2 * 256 * 8
+    assert (logged[0]["loss"], logged[0]["loss_per_depth"]) == (2.0, [1.0, 1.0])
+    assert all(line["tokens_per_second"] > 0 and line["peak_gib"] > 0 for line in logged)
+
+
+def test_nothing_of_a_step_that_went_wrong_is_written(folder: RunFolder) -> None:
+    with log_of(folder) as log:
+        log.record(1, {"loss": np.float32(1)})
+        log.record(2, {"loss": np.float32(np.nan)})
+        with pytest.raises(Diverged) as caught:
+            log.record(3, {"loss": np.float32(1)})
+    assert caught.value.step == 2
+    assert not (folder.path / "metrics.jsonl").exists()
+
+
+def test_running_mean_goes_on_from_the_checkpoint(folder: RunFolder) -> None:
+    folder.save(2, state_at(2), score=None, loss_level=2.0)
+    folder.close()
+    folder = RunFolder(config_for(folder.path))
+    with log_of(folder, 2, explosion_factor=3.0) as log:
+        assert log.loss_level == 2.0
+        log.record(3, {"loss": np.float32(7)})
+        with pytest.raises(Diverged, match="loss 7, its running mean 2"):
+            log.flush()
+
+
+def test_loggers_get_the_same_numbers(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Logger:
+        def log(self, *args: Any) -> None:
+            calls.append(args)
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    monkeypatch.setattr("train.run_log.open_loggers", lambda *_: [Logger()])
+    with log_of(folder) as log:
+        log.record(2, {"loss": np.float32(2)})
+        log.flush()
+        log.validated(2, {"validation_loss": [1.0, 2.0], "simulated_acceptance_length": 1.5})
+    (step, values), validation, closed = calls
+    assert step == 2 and values["loss"] == 2.0 and "tokens_per_second" in values
+    names = ("validation_loss/depth_0", "validation_loss/depth_1", "simulated_acceptance_length")
+    assert validation == (2, dict(zip(names, (1.0, 2.0, 1.5), strict=True)))
+    assert closed == "closed"
+
+
+def watch(*losses: float, factor: float | None = 5.0, level: float | None = None) -> LossWatch:
+    watched = LossWatch(factor, level)
+    for step, loss in enumerate(losses, start=1):
+        watched.check(step, {"loss": loss})
+    return watched
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor"),
+    [
+        ([2.0, 10.0], 5.0),  # not above
+        ([0.01, 1.0], 5.0),  # a hundredfold, but a jump of less than 1
+        ([2.0, 1e6, 1e9], None),
+        ([1e6, 2.0, 1.0], 5.0),  # falls
+        ([0.0, 5.0, 0.0, 5.0], 2.0),
+    ],
+)
+def test_goes_on(losses, factor):
+    level, *others = filter(None, losses)  # batches with nothing to learn do not count
+    for loss in others:
+        level = 0.98 * level + 0.02 * loss
+    assert watch(*losses, factor=factor).level == pytest.approx(level)
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor", "reason"),
+    [
+        ([2.0, 10.1], 5.0, "loss 10.1, its running mean 2"),
+        ([0.01, 1.1], 5.0, "loss 1.1, its running mean 0.01"),
+        ([2.0, 4.1], 2.0, "loss 4.1"),
+        ([2.0, math.nan], None, "loss nan"),
+        ([math.inf], 5.0, "loss inf"),
+    ],
+)
+def test_stops(losses, factor, reason):
+    with pytest.raises(Diverged, match=reason) as caught:
+        watch(*losses, factor=factor)
+    assert caught.value.step == len(losses)
+
+
+@pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_missing_package_is_said_in_one_line(tmp_path, name, package, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    with pytest.raises(UserError, match=rf"needs the package {package}, .*poss-jax\[{name}\]"):
+        check_loggers(config_for(tmp_path, loggers=[name]))
+
+
+def test_tensorboard_takes_up_after_the_checkpoint(tmp_path, monkeypatch) -> None:
+    calls: list[Any] = []
+
+    class SummaryWriter:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            calls.append((args, kwargs))
+
+        def add_scalar(self, *args: Any) -> None:
+            calls.append(args)
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=SummaryWriter))
+    config = config_for(tmp_path, loggers=["tensorboard"])
+    (logger,) = open_loggers(config, tmp_path, first_step=10)
+    logger.log(11, {"loss": 2.0})
+    logger.close()
+    opened = ((str(tmp_path / "tensorboard"),), {"purge_step": 11})
+    assert calls == [opened, ("loss", 2.0, 11), "closed"]
+
+
+def test_wandb_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dict[str, Any]] = []
+    logged: list[dict[str, float]] = []
+    run = SimpleNamespace(log=logged.append, define_metric=lambda *_, **__: None)
+    wandb = SimpleNamespace(init=lambda **kwargs: (opened.append(kwargs), run)[1])
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = config_for(tmp_path, loggers=["wandb"])
+    for command in ("a", "a", "b"):
+        (tmp_path / "provenance.json").write_text(json.dumps({"command": command}))
+        (logger,) = open_loggers(config, tmp_path, first_step=10)
+        logger.log(11, {"loss": 2.0})
+    first, again, anew = (call["id"] for call in opened)
+    assert first == again != anew
+    assert opened[0]["name"] == tmp_path.name and opened[0]["resume"] == "allow"
+    assert opened[0]["config"]["loggers"] == ["wandb"]
+    assert logged == [{"step": 11, "loss": 2.0}] * 3
