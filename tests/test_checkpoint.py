@@ -1,22 +1,31 @@
-"""The model folder: what it holds, that it comes back bit for bit, and what is refused."""
+"""The model folder: what it holds, that it comes back bit for bit, checksums, what is refused."""
 
+import errno
+import hashlib
 import json
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from models import IDENTITY, assert_same, tiny_llama
+from convert_sources import convert_tiny
+from etils import epath
+from models import IDENTITY, assert_same, random_target, tiny_llama
 
-from poss_jax.checkpoint.folder import load_draft, load_target, read_draft
+from poss_jax.checkpoint import folder as folder_module
+from poss_jax.checkpoint.folder import load_draft, load_item, load_target, read_draft
 from poss_jax.checkpoint.record import new_record, provenance, read_record, tokenizer_hashes
-from poss_jax.checkpoint.writing import target_identity, write_model
+from poss_jax.checkpoint.sums import hash_item, hash_values
+from poss_jax.checkpoint.writing import target_identity, verify_model, write_model
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import (
@@ -67,59 +76,35 @@ def saved(tmp_path_factory) -> Path:
     return folder
 
 
-def paths(shapes) -> dict[str, tuple[int, ...]]:
+def paths(items) -> dict[str, Any]:
+    """Leaves by their path."""
     return {
-        "/".join((item, *path)): shape
-        for item, tree in shapes.items()
-        for path, shape in flatten_item(tree).items()
+        "/".join((item, *path)): leaf
+        for item, tree in items.items()
+        for path, leaf in flatten_item(tree).items()
     }
 
 
-# Public: other readers of our folders rely on these. Changing one means a new format version.
-LAYER = {
-    "attention/q/weight": (12, 8),
-    "attention/q/bias": (12,),
-    "attention/k/weight": (6, 8),
-    "attention/k/bias": (6,),
-    "attention/v/weight": (6, 8),
-    "attention/v/bias": (6,),
-    "attention/o/weight": (8, 12),
-    "attention/o/bias": (8,),
-    "attention/q_norm/scale": (6,),
-    "attention/k_norm/scale": (6,),
-    "mlp_norm/scale": (8,),
-    "mlp/gate/weight": (12, 8),
-    "mlp/gate/bias": (12,),
-    "mlp/up/weight": (12, 8),
-    "mlp/up/bias": (12,),
-    "mlp/down/weight": (8, 12),
-    "mlp/down/bias": (8,),
-}
-
-
-def test_target_paths_are_stable():
-    want = {"embed/weight": (16, 8), "norm/scale": (8,), "head/weight": (16, 8)}
-    for index in range(2):
-        want[f"layers/{index}/input_norm/scale"] = (8,)
-        want |= {f"layers/{index}/{path}": shape for path, shape in LAYER.items()}
-    assert paths(item_shapes(TARGET)) == want
+def test_paths_are_stable():
+    """Other readers of our folders rely on them; `test_format_v1.py` holds the usual ones."""
+    layer = paths({"": item_shapes(TARGET)["layers/1"]})
+    assert (
+        len(layer) == 18
+        and layer.items()
+        > {
+            "/attention/o/bias": (8,),
+            "/attention/q_norm/scale": (6,),
+            "/attention/k_norm/scale": (6,),
+            "/mlp/gate/bias": (12,),
+            "/mlp/up/bias": (12,),
+            "/mlp/down/bias": (8,),
+        }.items()
+    )
     assert list(item_shapes(TARGET)) == ["embed", "layers/0", "layers/1", "norm", "head"]
-
-
-def test_draft_paths_are_stable():
-    want = {"fc/weight": (8, 16), "fc/bias": (8,)}
-    for index in range(2):
-        plain = {
-            k: v
-            for k, v in LAYER.items()
-            if not k.endswith(("bias", "q_norm/scale", "k_norm/scale"))
-        }
-        want |= {f"specialists/{index}/{path}": shape for path, shape in plain.items()}
-    assert paths(item_shapes(DRAFT)) == want
     assert "bias" not in item_shapes(replace(DRAFT, fc_bias=False))["fc"]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_target_comes_back_bit_for_bit(tmp_path, dtype):
     params = random_params(TARGET, dtype)
     record = save(tmp_path / "model", TARGET, params)
@@ -142,21 +127,14 @@ def half_of_the_first_axis(path, shape):
 def test_each_device_gets_its_part(saved, dtype):
     _, whole = load_target(saved / "target")
     _, parts = load_target(saved / "target", dtype, sharding=half_of_the_first_axis)
-    seen = {}
-    for (item, tree), (_, want) in zip(
-        split_items(TARGET, parts), split_items(TARGET, whole), strict=True
-    ):
-        for path, array in flatten_item(tree).items():
-            stored = flatten_item(want)[path]
-            name = "/".join((item, *path))
-            seen[name] = array.sharding
-            assert array.sharding == half_of_the_first_axis(name, array.shape)
-            assert array.dtype == (dtype or stored.dtype)
-            np.testing.assert_array_equal(np.asarray(array), np.asarray(stored.astype(array.dtype)))
-            rows = len(array) // 2 if array.ndim == 2 else len(array)
-            assert {shard.data.shape[0] for shard in array.addressable_shards} == {rows}
-    assert seen.keys() == paths(item_shapes(TARGET)).keys()
-    assert len(seen["norm/scale"].device_set) == 1
+    assert_same(parts, jax.tree.map(lambda leaf: leaf.astype(dtype or leaf.dtype), whole))
+    arrays = paths(dict(split_items(TARGET, parts)))
+    assert arrays.keys() == paths(item_shapes(TARGET)).keys()
+    for name, array in arrays.items():
+        assert array.sharding == half_of_the_first_axis(name, array.shape)
+        rows = len(array) // 2 if array.ndim == 2 else len(array)
+        assert {shard.data.shape[0] for shard in array.addressable_shards} == {rows}
+    assert len(arrays["norm/scale"].sharding.device_set) == 1
 
 
 def test_arrays_that_cannot_be_cut_as_wanted(saved):
@@ -205,17 +183,17 @@ def test_record_says_where_the_model_came_from(saved):
     assert set(values["provenance"]["versions"]) >= {"python", "jax", "flax", "poss_jax"}
 
 
-def test_the_command_of_a_record_names_no_folder_of_programs(monkeypatch) -> None:
-    for given, kept in (
-        (["/home/me/venv/bin/python", "-m", "train.main"], ["python", "-m", "train.main"]),
-        (
-            ["/usr/bin/python3", "/usr/bin/poss-train", "/data/a"],
-            ["python3", "poss-train", "/data/a"],
-        ),
-        ([".venv/bin/python", "examples/a.py"], [".venv/bin/python", "examples/a.py"]),
-    ):
-        monkeypatch.setattr(sys, "orig_argv", given)
-        assert provenance()["command"] == kept
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("/home/me/venv/bin/python -m train.main", "python -m train.main"),
+        ("/usr/bin/python3 /usr/bin/poss-train /data/a", "python3 poss-train /data/a"),
+        (".venv/bin/python examples/a.py", ".venv/bin/python examples/a.py"),
+    ],
+)
+def test_the_command_of_a_record_names_no_folder_of_programs(monkeypatch, given, kept) -> None:
+    monkeypatch.setattr(sys, "orig_argv", given.split())
+    assert provenance()["command"] == kept.split()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,14 +320,6 @@ def test_draft_of_another_target_needs_permission(saved):
 # All or nothing
 
 
-def test_non_empty_output_is_left_alone(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/keep.txt").write_text("mine")
-    with pytest.raises(UserError, match="not empty"):
-        save(tmp_path / "model", TARGET, random_params(TARGET))
-    assert [path.name for path in tmp_path.rglob("*")] == ["model", "keep.txt"]
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
 def test_interrupted_write_leaves_nothing(tmp_path, error):
     def items() -> Iterator:
@@ -377,3 +347,148 @@ def test_items_are_checked_before_they_are_written(tmp_path, change):
     with pytest.raises(UserError, match="layers/1" if change == "absent" else "does not fit"):
         write_model(tmp_path / "model", record, items.items(), tokenizer_from=None)
     assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Checksums: what they cover, and that damage anywhere is found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("integrity")
+    (folder / "source").mkdir()
+    (folder / "source/tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "source/generation_config.json").write_text("{}")
+    return convert_tiny(folder) / "target"
+
+
+def test_one_target_in_every_stored_type_has_one_hash():
+    values = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
+    cast = values.astype(jnp.bfloat16)
+    assert (cast.astype(np.float32) != values).any()
+    want = hash_values(values)
+    assert hash_values(cast) == hash_values(cast.astype(np.float32)) == want
+    assert hash_values(values.T) != want
+    other = cast.copy()
+    other[4, 6] = 9
+    assert hash_values(other) != want
+
+
+def test_hash_is_of_shape_and_bfloat16_bytes():
+    values = np.array([[1.0, -2.0, 3.0]], np.float32)
+    plain = hashlib.sha256(b"bfloat16 (1, 3)" + values.astype(jnp.bfloat16).tobytes())
+    assert hash_values(values) == plain.hexdigest()
+
+
+@pytest.mark.parametrize("change", ["path", "dtype", "shape", "bytes"])
+def test_item_hash_covers(change):
+    item = {"q": {"weight": np.arange(6, dtype=np.float32).reshape(2, 3)}}
+    weight = item["q"]["weight"]
+    other = {
+        "path": {"k": {"weight": weight}},
+        "dtype": {"q": {"weight": weight.view(np.int32)}},
+        "shape": {"q": {"weight": weight.reshape(3, 2)}},
+        "bytes": {"q": {"weight": weight + np.float32(1)}},
+    }[change]
+    assert hash_item(other) != hash_item(item) == hash_item({"q": {"weight": weight.copy()}})
+
+
+def test_intact_folder(model):
+    record = verify_model(model)
+    assert record == read_record(model)
+    embed = load_item(model, record, "embed")
+    assert record.weights_sha256 is not None
+    assert record.weights_sha256["embed"] == hash_item(embed)
+    assert list(record.weights_sha256) == ["embed", "layers/0", "layers/1", "norm", "head"]
+
+
+DENIED = "PERMISSION_DENIED: Failed to open: Permission denied [os_error_code='13']"
+NO_MEMORY = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 16 bytes")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (ValueError(DENIED), "Permission denied: .*embed"),
+        (OSError(errno.ESTALE, "Stale file handle"), "Stale file handle: .*embed"),
+        (NO_MEMORY, "RESOURCE_EXHAUSTED"),
+    ],
+)
+def test_what_cannot_be_read_is_not_damage(model, monkeypatch, error, raised):
+    monkeypatch.setattr(folder_module, "_open_arrays", MagicMock(side_effect=error))
+    with pytest.raises(RuntimeError if error is NO_MEMORY else OSError, match=raised):
+        load_item(model, read_record(model), "embed")
+
+
+def test_unreadable_uri_names_network_and_credentials():
+    with (
+        pytest.raises(UserError, match=r"b/embed cannot be read \(gone\); check network and cred"),
+        folder_module._explained(epath.Path("gs://b/embed")),
+    ):
+        raise ValueError("gone")
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")
+def test_sha256sum_reads_them(model):
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=model, check=True)
+
+
+def lengthen(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text((folder / name).read_text() + "\n")
+
+
+def write_line_of_sums(line: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "SHA256SUMS").write_text(line + "\n")
+
+
+def exchange_layers(folder: Path) -> None:
+    shutil.rmtree(folder / "weights/layers/0")
+    shutil.copytree(folder / "weights/layers/1", folder / "weights/layers/0")
+
+
+def drop_hashes_of_weights(folder: Path) -> None:
+    values = json.loads((folder / "model.json").read_text())
+    del values["weights_sha256"]
+    (folder / "model.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lengthen("model.json"), r"model\.json: SHA256SUMS says"),
+        (lengthen("generation_config.json"), r"generation_config\.json: SHA256SUMS says"),
+        (exchange_layers, "weights of item layers/0 are not those"),
+        (lambda folder: (folder / "SHA256SUMS").unlink(), "has no complete checksums"),
+        (drop_hashes_of_weights, "has no complete checksums"),
+        (write_line_of_sums("abc  model.json"), "SHA256SUMS: line 1: want"),
+    ],
+)
+def test_change_that_only_verifying_finds(model, tmp_path, change, message):
+    copy = shutil.copytree(model, tmp_path / "copy")
+    change(copy)
+    load_target(copy)
+    with pytest.raises(UserError, match=message):
+        verify_model(copy)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_damage_to_a_large_array(tmp_path, damage, capfd):
+    """Beyond 1 KiB, Orbax keeps arrays in files without checksums; ours cover them."""
+    config = tiny_llama(tie_embeddings=True)
+    params = random_target(config)
+    identity = target_identity("tiny", None, *(params["embed"]["weight"],) * 2)
+    record = new_record(config, identity, tokenizer_from=None)
+    write_model(tmp_path / "m", record, split_items(config, params), tokenizer_from=None)
+    files = [path for path in (tmp_path / "m/weights/embed").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    half = len(content) // 2
+    content[half] ^= 1
+    largest.write_bytes(content[:half] if damage == "cut" else content)
+    if damage == "flip":
+        load_target(tmp_path / "m")
+    message = "embed is damaged" if damage == "cut" else "weights of item embed are not those"
+    with pytest.raises(UserError, match=message) as error:
+        verify_model(tmp_path / "m")
+    assert len(str(error.value)) < 400
+    assert capfd.readouterr().err == ""
