@@ -69,20 +69,17 @@ def test_stdlib_is_other_peoples_code_without_tests_and_tables() -> None:
         assert not [name for name in names if name.startswith(part) or f"/{part}" in name]
     assert not {"html/entities.py", "stringprep.py", "token.py"} & set(names)
     assert len(names) > 200
-
-
-def test_stdlib_split_holds_out_a_few_modules_and_repeats() -> None:
-    first, second = load("stdlib"), load("stdlib")
-    share = len(first.validation) / len(first.train + first.validation)
-    assert first == second and 0.02 < share < 0.1
+    documents = load("stdlib")
+    assert len(documents.train + documents.validation) == len(names)
+    assert 0.02 < len(documents.validation) / len(names) < 0.1
 
 
 def test_packages_are_held_out_as_a_whole() -> None:
-    source = "packages:python,packaging,tqdm"
-    of = {name: {r["text"] for n, r in read(f"packages:{name}")} for name in ("python", "tqdm")}
-    documents = load(source, held_out=["tqdm"])
-    assert set(documents.validation) == of["tqdm"] and of["python"] < set(documents.train)
-    assert documents == load(source, held_out=["tqdm"])
+    tqdm, yaml = ({r["text"] for _, r in read(f"packages:{name}")} for name in ("tqdm", "yaml"))
+    documents = load("packages:yaml,packaging,tqdm", held_out=["tqdm"])
+    assert set(documents.validation) == tqdm and yaml < set(documents.train)
+    others = load("packages:yaml", held_out=["tqdm"])  # which is not trained on
+    assert (set(others.validation), set(others.train)) == (tqdm, yaml)
 
 
 @pytest.mark.slow
@@ -116,23 +113,14 @@ def test_sources_that_are_refused(tmp_path, monkeypatch, settings, error) -> Non
         load_documents(DataConfig(**settings))
 
 
-def test_a_package_may_be_held_out_that_is_not_trained_on() -> None:
-    documents = load("packages:yaml", held_out=["tqdm"])
-    assert documents.validation == load("packages:tqdm,yaml", held_out=["tqdm"]).validation
-    assert documents.train == load("packages:tqdm,yaml", held_out=["tqdm"]).train
-
-
-def test_split_is_stable_under_added_documents_and_order(tmp_path: Path) -> None:
-    texts = [f"document number {n}" for n in range(300)]
+def test_split_follows_the_fraction_and_is_stable_under_added_documents_and_order(tmp_path):
+    texts = [f"document number {n}" for n in range(2000)]
     few = load(write_jsonl(tmp_path / "few.jsonl", *({"text": text} for text in texts[:200])))
     random.Random(0).shuffle(texts)
-    many = load(write_jsonl(tmp_path / "many.jsonl", *({"text": text} for text in texts)))
+    path = write_jsonl(tmp_path / "many.jsonl", *({"text": text} for text in texts))
+    many = load(path)
     assert set(few.train) <= set(many.train) and set(few.validation) <= set(many.validation)
     assert sorted(many.train + many.validation) == sorted(texts)
-
-
-def test_split_follows_the_fraction(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"{n}"} for n in range(2000)))
     for fraction in (0.05, 0.3):
         held_out = load(path, validation_fraction=fraction).validation
         assert len(held_out) / 2000 == pytest.approx(fraction, rel=0.2)
@@ -146,10 +134,6 @@ def test_text_files_by_path_and_glob_and_max_documents(tmp_path: Path) -> None:
     assert sorted(found.train + found.validation) == sorted(f"ünïcode {n}" for n in range(40))
     some = load(tmp_path / "*.txt", validation_fraction=0.5, max_documents=10)
     assert set(some.train + some.validation) == {f"ünïcode {n}" for n in range(10)}
-    with pytest.raises(
-        UserError, match=r"one training and one validation document, got . and .: a hash"
-    ):
-        load(tmp_path / "00.txt")
 
 
 def test_hub_data_set_is_read_by_its_text_column(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,12 +249,11 @@ def test_no_code_of_a_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_tokenizer_file_that_would_be_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_tokenizer_file_that_would_be_waited_for(tmp_path: Path) -> None:
     train_tokenizer([SOURCE], 259, tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=rf"{name}: want a regular file"):
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    with pytest.raises(UserError, match=r"chat_template\.jinja: want a regular file"):
         load_tokenizer(tmp_path)
 
 
@@ -279,9 +262,8 @@ def test_a_tokenizer_file_that_would_be_waited_for(tmp_path: Path, name: str) ->
     [
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "want a tok"),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}}, "Missing .UNK."),
-        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}, "unknown token"),
     ],
-    ids=["panic", "no unknown word", "no unknown piece"],
+    ids=["panic", "no unknown word"],
 )
 def test_tokenizers_that_fail_on_a_text(tmp_path: Path, change: dict[str, Any], error: str) -> None:
     train_tokenizer([SOURCE], 259, tmp_path)
@@ -328,9 +310,8 @@ def test_packed_rows_drawn() -> None:
     assert rows.documents.tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_packing_loses_nothing_and_fills_rows(seed: int) -> None:
-    lengths = np.random.default_rng(seed).integers(1, 49, 400).tolist()
+def test_packing_loses_nothing_and_fills_rows() -> None:
+    lengths = np.random.default_rng(0).integers(1, 49, 400).tolist()
     packed = row_order.pack(lengths, 64)
     assert sorted(index for row in packed for index in row) == list(range(400))
     sizes = [sum(lengths[index] for index in row) for row in packed]
@@ -376,6 +357,8 @@ def test_prompts_begin_at_definitions_and_repeat(tokenizer: PreTrainedTokenizerF
     for ids in prompts:
         assert len(ids) == 16 and ids[0] == 0 and 0 not in ids[1:]
         assert tokenizer.decode(ids[1:]).startswith(("def area_", "class Shape"))
+    with pytest.raises(UserError, match="want 3 prompts of 4 tokens, got 1 from 2 documents"):
+        prompts_from_documents(["abcdef"] * 2, tokenizer, num_prompts=3, prompt_tokens=4)
 
 
 def test_prompts_of_prose_begin_at_lines_and_documents_take_turns(tokenizer) -> None:
@@ -384,11 +367,6 @@ def test_prompts_of_prose_begin_at_lines_and_documents_take_turns(tokenizer) -> 
     lines = [tokenizer.decode(ids[1:]) for ids in prompts]
     assert sorted(line[0] for line in lines) == ["0", "1", "2", "3"]
     assert all(line in text for line, text in zip(sorted(lines), texts, strict=True))
-
-
-def test_too_few_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match="want 3 prompts of 4 tokens, got 1 from 2 documents"):
-        prompts_from_documents(["abcdef"] * 2, tokenizer, num_prompts=3, prompt_tokens=4)
 
 
 def test_read_prompts_keeps_other_keys(tmp_path: Path) -> None:
@@ -401,28 +379,37 @@ def test_read_prompts_keeps_other_keys(tmp_path: Path) -> None:
     assert read_prompts(write_jsonl(tmp_path / "p.jsonl", *records)) == records
 
 
+NOT_ONE = r"want exactly one of prompt .*prompt_ids .*messages .*turns "
+HALF = "half a character"
+
+
 @pytest.mark.parametrize(
-    "record",
+    ("line", "error"),
     [
-        {"text": "unknown key"},
-        {"prompt": "two", "turns": ["keys"]},
-        {"prompt": ""},
-        {"prompt": 3},
-        {"prompt_ids": []},
-        {"prompt_ids": [1, "2"]},
-        {"prompt_ids": [True]},
-        {"messages": {"role": "user", "content": "not a list"}},
-        {"messages": [{"role": "user"}]},
-        {"turns": ["fine", ""]},
-        {"turns": "not a list"},
+        (b'{"text": "unknown key"}', NOT_ONE),
+        (b'{"prompt": "two", "turns": ["keys"]}', NOT_ONE),
+        (b'{"prompt": 3}', NOT_ONE),
+        (b'{"prompt_ids": []}', NOT_ONE),
+        (b'{"prompt_ids": [true]}', NOT_ONE),
+        (b'{"messages": {"role": "user", "content": "not a list"}}', NOT_ONE),
+        (b'{"turns": ["fine", ""]}', NOT_ONE),
+        (b"not json", "want a JSON object, got bad JSON"),
+        (b"5", "want a JSON object, got int"),
+        (b"[" * 100_000, "nested more than 100 deep"),
+        (b'{"prompt": "a", "b": ' + b"[" * 200 + b"]" * 200 + b"}", "nested more than 100 deep"),
+        (b'{"prompt_ids": [' + b"1" * 5_000 + b"]}", "a whole number of more than 4,300 digits"),
+        (rb'{"prompt": "a\ud83d"}', HALF),
+        (rb'{"prompt": "a", "\ud800": 1}', HALF),
+        (b'{"prompt": "\xff"}', "want UTF-8 text"),
     ],
+    ids=lambda value: str(value[:24]),
 )
-def test_bad_prompts_name_line_and_known_keys(tmp_path: Path, record: dict[str, Any]) -> None:
-    path = write_jsonl(tmp_path / "p.jsonl", {"prompt": "fine"}, record)
-    known = r"prompt .*prompt_ids .*messages .*turns "
-    with pytest.raises(UserError, match=rf"p\.jsonl:2: want exactly one of {known}") as caught:
-        read_prompts(path)
-    assert "\n" not in str(caught.value)
+def test_prompts_that_cannot_be_used(tmp_path: Path, line: bytes, error: str) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "fine"}\n' + line)
+    with pytest.raises(UserError, match=rf"p\.jsonl.*: .*{error}") as caught:
+        read_prompts(tmp_path / "p.jsonl")
+    assert len(str(caught.value).splitlines()) == 1
+    assert "p.jsonl:2" in str(caught.value) or "UTF-8" in error
 
 
 def test_prompt_file_without_prompts(tmp_path: Path) -> None:
@@ -430,29 +417,3 @@ def test_prompt_file_without_prompts(tmp_path: Path) -> None:
         read_prompts(tmp_path / "missing.jsonl")
     with pytest.raises(UserError, match="got no lines; add prompts"):
         read_prompts(write_jsonl(tmp_path / "empty.jsonl"))
-    (tmp_path / "bad.jsonl").write_text("not json\n")
-    with pytest.raises(UserError, match=r"bad\.jsonl:1: want a JSON object, got bad JSON"):
-        read_prompts(tmp_path / "bad.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        (b"[" * 100_000, "nested more than 100 deep"),
-        (b'{"prompt": "a", "b": ' + b"[" * 100_000, "nested more than 100 deep"),
-        (b'{"prompt": "a", "b": ' + b"[" * 200 + b"]" * 200 + b"}", "nested more than 100 deep"),
-        (b'{"prompt_ids": [' + b"1" * 5_000 + b"]}", "a whole number of more than 4,300 digits"),
-        (rb'{"prompt": "a\ud83d"}', "half a character"),
-        (rb'{"turns": ["a", "\uDC00b"]}', "half a character"),
-        (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "half a character"),
-        (rb'{"prompt": "a", "\ud800": 1}', "half a character"),
-        (b'{"prompt": "\xff"}', "want UTF-8 text"),
-        (b"5", "want a JSON object, got int"),
-    ],
-    ids=lambda value: str(value[:24]),
-)
-def test_prompt_files_that_cannot_be_read(tmp_path: Path, line: bytes, error: str) -> None:
-    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "fine"}\n' + line)
-    with pytest.raises(UserError, match=rf"p\.jsonl.*: .*{error}") as caught:
-        read_prompts(tmp_path / "p.jsonl")
-    assert len(str(caught.value).splitlines()) == 1

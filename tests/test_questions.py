@@ -111,23 +111,14 @@ def test_records_of_the_hub_are_checked_as_those_of_files_are(monkeypatch) -> No
     records: list[dict[str, Any]] = [{"prompt": messages}]
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **settings: iter(records))
     assert read_hub("some/set", None, "test", 2) == [{"messages": messages}]
-    for bad in ([], None):
-        records.append({"prompt": bad})
-        with pytest.raises(UserError, match=r"^data set some/set, record 2: want exactly one of"):
-            read_hub("some/set", None, "test", 2)
-        records.pop()
-
-
-@pytest.mark.parametrize(
-    ("result", "error"),
-    [
-        ({"return_value": []}, "data set some/set: want questions, got none in its spl"),
-        ({"side_effect": OSError("no\nnetwork")}, "data set some/set: no network; save its"),
-    ],
-)
-def test_a_data_set_that_cannot_be_used_is_one_line(monkeypatch, result, error) -> None:
-    monkeypatch.setattr("datasets.load_dataset", MagicMock(**result))
-    with pytest.raises(UserError, match=f"^{error}"):
+    records.append({"prompt": []})
+    with pytest.raises(UserError, match=r"^data set some/set, record 2: want exactly one of"):
+        read_hub("some/set", None, "test", 2)
+    records.clear()
+    with pytest.raises(UserError, match=r"^data set some/set: want questions, got none in its spl"):
+        read_hub("some/set", None, "test", 2)
+    monkeypatch.setattr("datasets.load_dataset", MagicMock(side_effect=OSError("no\nnetwork")))
+    with pytest.raises(UserError, match=r"^data set some/set: no network; save its"):
         read_hub("some/set", None, "test", 2)
 
 
