@@ -54,15 +54,8 @@ def test_tokens_that_are_trained_on_are_counted() -> None:
 
 def test_the_most_frequent_are_chosen_and_ties_go_to_the_lowest_id() -> None:
     counts = np.array([0, 5, 2, 9, 2, 2, 0])
-    chosen = {size: choose_tokens(counts, size).tolist() for size in range(2, 8)}
-    assert chosen == {
-        2: [1, 3],
-        3: [1, 2, 3],
-        4: [1, 2, 3, 4],
-        5: [1, 2, 3, 4, 5],
-        6: [0, 1, 2, 3, 4, 5],
-        7: [0, 1, 2, 3, 4, 5, 6],
-    }
+    for size, chosen in ((2, [1, 3]), (4, [1, 2, 3, 4]), (6, [0, 1, 2, 3, 4, 5])):
+        assert choose_tokens(counts, size).tolist() == chosen
     for size in (1, 8):
         with pytest.raises(UserError, match=f"want a size of 2 to 7, .*, got {size}"):
             choose_tokens(counts, size)
@@ -76,30 +69,15 @@ def test_the_smallest_size_of_a_coverage() -> None:
         assert coverage_of(counts, choose_tokens(counts, size)) >= share
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "v.json"
-    source = {"target": "t", "trained_tokens": 3}
-    written = DraftVocabulary(vocab_size=9, tokens=(0, 3, 8), coverage=0.5, source=source)
-    write_draft_vocabulary(path, written)
-    assert list(json.loads(path.read_text())) == ["vocab_size", "tokens", "coverage", "source"]
-    ids = read_draft_vocabulary(path, 9)
-    assert (ids.dtype, ids.tolist()) == (np.int32, [0, 3, 8])
-    assert [one.name for one in path.parent.iterdir()] == ["v.json"]
-
-
 @pytest.mark.parametrize(
     ("values", "error"),
     [
         ({"tokens": [3, 1]}, "tokens: want ascending ids, got 1 after 3"),
-        ({"tokens": [3, 3]}, "tokens: want ascending ids, got 3 after 3"),
         ({"tokens": [3, 9]}, "tokens: want ids below vocab_size 9, got 9"),
         ({"tokens": [-1, 3]}, "tokens.0: Input should be greater than or equal to 0, got -1"),
         ({"tokens": [3]}, "tokens: "),
         ({"tokens": [True, 3]}, "tokens.0: want a number, got True"),
-        ({"tokens": [1, "x"]}, "tokens.1: "),
-        ({"tokens": 7}, "tokens: "),
         ({"tokens": None}, "missing key 'tokens'"),
-        ({"vocab_size": None}, "missing key 'vocab_size'"),
         ({"vocab_size": 10}, "want a draft vocabulary of 9 tokens, .* got one made for 10; count"),
         ({"coverage": 2}, "coverage: "),
         ({"ids": []}, "unknown key 'ids'; want one of 'vocab_size', 'tokens'"),
@@ -126,6 +104,7 @@ def test_the_rows_of_training_are_counted(runs: Runs, tmp_path: Path, capsys: An
     rows = open_stage(config, tmp_path).rows
     counts = np.bincount(rows.tokens[rows.loss_mask], minlength=300)
     found = json.loads(path.read_text())
+    assert list(found) == ["vocab_size", "tokens", "coverage", "source"]
     assert (found["vocab_size"], len(found["tokens"])) == (300, 40)
     assert counts[found["tokens"]].min() >= np.delete(counts, found["tokens"]).max()
     assert found["coverage"] == pytest.approx(np.sort(counts)[-40:].sum() / counts.sum())
@@ -156,13 +135,8 @@ def test_coverage_overrides_and_tokens_that_never_occur(runs, tmp_path, capsys) 
         (["--size", "1"], "argument --size: want a number, at least 2, got '1'; see --help"),
         (["--coverage", "0"], "--coverage: want a share above 0 and up to 1, got '0'"),
         (["--coverage", "nan"], "--coverage: want a share above 0 and up to 1, got 'nan'"),
-        (["--coverage", ".5", "--size", "9"], "not allowed with argument"),
         (["--output", "v.json"], "--output wants a draft vocabulary; add --size or --coverage"),
         (["--size", "9", "--output", "."], "output . exists; name another file or remove it"),
-        (["data.sauce=x"], "unknown key 'data.sauce'; did you mean 'data.source'?"),
-        (["target=nowhere"], "model folder nowhere does not exist"),
-        (["data.source=nowhere.txt"], "data.source 'nowhere.txt': no such file"),
-        (["--sise", "9"], "unknown option --sise; did you mean --size?"),
     ],
 )
 def test_what_count_refuses(runs: Runs, arguments: list[str], error: str, tmp_path: Path) -> None:
@@ -170,9 +144,8 @@ def test_what_count_refuses(runs: Runs, arguments: list[str], error: str, tmp_pa
 
 
 def test_a_target_has_no_draft_vocabulary(runs: Runs, tmp_path: Path) -> None:
-    config = config_file(runs, tmp_path, TARGET)
     error = "want the config of a draft (stage: draft), got one of a target"
-    assert error in refusal(main, "--config", config)
+    assert error in refusal(main, "--config", config_file(runs, tmp_path, TARGET))
 
 
 def test_given_to_programs_it_leaves_texts_as_they_are(runs, tmp_path) -> None:

@@ -1,21 +1,21 @@
 """The training program end to end: both stages, resuming after crashes, refusals."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from models import assert_same
 from programs import (
     DRAFT,
     POSS2,
     STEPS,
     TARGET,
     Runs,
+    assert_same_run,
     config_file,
     copy_model,
     metrics,
@@ -29,12 +29,19 @@ from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.data.rows import batch_at
+from poss_jax.data.rows import Rows, batch_at
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.program.running import BRACKETS
-from train import loop
 from train.main import main
 from train.training import open_stage
+
+
+class Crash(Exception):
+    """Kills a run."""
+
+
+def die(*_: Any, **__: Any) -> NoReturn:
+    raise Crash
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -54,6 +61,9 @@ def test_target_learns_and_is_a_model_with_tokenizer(runs: Runs) -> None:
     assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
     assert validations == [(step, "step", "validation_loss") for step in (10, 20, STEPS)]
     assert abs(losses[0] - np.log(300)) < 0.1 and losses[-1] < 3
+    samples = folder / "samples"
+    assert {path.name for path in samples.iterdir()} == {"10.md", "20.md", f"{STEPS}.md"}
+    assert "## Row 1" in (samples / f"{STEPS}.md").read_text(encoding="utf-8")
     record = read_record(folder / "model")
     tokenizer = load_tokenizer(folder / "model")
     assert record.tokenizer_sha256 and record.target.name == "target"
@@ -75,28 +85,20 @@ def test_draft_reports_every_depth(runs: Runs, name: str, depth: int, method: st
     assert record.target == read_record(runs.model("target")).target
 
 
-def test_depths_that_are_not_trained_can_be_validated(runs: Runs, tmp_path: Path) -> None:
-    """The last specialist serves them; the depths that are trained are measured as before."""
-    config = config_file(runs, tmp_path, DRAFT, validation_depth=3)
-    main(["--config", config])
+def test_depths_that_are_not_trained_can_be_validated_and_steps_profiled(
+    runs: Runs, tmp_path: Path
+) -> None:
+    """The last specialist serves them; the depths that are trained are measured as before.
+
+    A step is profiled, which changes nothing.
+    """
+    profile = {"start": 2, "steps": 1}
+    main(["--config", config_file(runs, tmp_path, DRAFT, validation_depth=3, profile=profile)])
+    assert any(path.is_file() for path in (tmp_path / "run" / "profile").rglob("*"))
     deeper, last = metrics(tmp_path / "run")[-1], metrics(runs.root / "eagle")[-1]
     assert {len(deeper[name]) for name in ("agreement", "validation_loss")} == {3}
     assert deeper["agreement"][0] == last["agreement"][0]
     assert deeper["feature_cosine"][0] > deeper["feature_cosine"][2]
-
-
-def test_every_validation_leaves_samples(runs: Runs) -> None:
-    for name in ("target", "poss2"):
-        samples = runs.root / name / "samples"
-        assert {path.name for path in samples.iterdir()} == {"10.md", "20.md", f"{STEPS}.md"}
-        assert "## Row 1" in (samples / f"{STEPS}.md").read_text(encoding="utf-8")
-
-
-def test_profile_of_some_steps(runs: Runs, tmp_path: Path) -> None:
-    config = config_file(runs, tmp_path, POSS2, profile={"start": 2, "steps": 1})
-    main(["--config", config, "num_tokens=192", "validate_every=100"])
-    traces = [path for path in (tmp_path / "run" / "profile").rglob("*") if path.is_file()]
-    assert traces
 
 
 def _quality(validation: dict[str, Any]) -> float:
@@ -107,10 +109,9 @@ def _quality(validation: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("name", ["target", "poss2"])
 def test_finished_run_is_not_trained_again(runs, name, monkeypatch, capsys) -> None:
-    def no_step(*_: Any) -> None:
-        raise AssertionError("trained again")
-
-    monkeypatch.setattr(loop, "batch_at", no_step)
+    """Its checkpoints are not read either."""
+    monkeypatch.setattr("train.loop.batch_at", die)
+    monkeypatch.setattr("train.run_folder.RunFolder._read", die)
     logged = metrics(runs.root / name)
     before = snapshot(runs.root / name / "model")
     main(["--config", str(runs.root / name / "config.yaml")])
@@ -151,48 +152,25 @@ def test_dry_run_prints_sizes_and_writes_nothing(runs, tmp_path, capsys) -> None
 # Resuming
 
 
-class Crash(Exception):
-    """Ways to kill a run."""
-
-
-def crash_when(function: Callable[..., Any], dies: Callable[..., bool]) -> Callable[..., Any]:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if dies(*args):
-            raise Crash
-        return function(*args, **kwargs)
-
-    return wrapped
-
-
-def at_batch(step: int) -> tuple[Any, str, Callable[..., Any]]:
-    """Dies when the batch of a step is taken."""
-    return loop, "batch_at", crash_when(batch_at, lambda _rows, at, *_: at == step)
-
-
-def at_model() -> tuple[Any, str, Callable[..., Any]]:
-    """Dies after the last checkpoint, before the model is written."""
-    return "train.devices", "write_model", crash_when(lambda: None, lambda *_: True)
-
-
 def test_crashed_target_ends_like_an_uninterrupted_one(runs, tmp_path, monkeypatch) -> None:
     """Bit for bit: weights and metrics, a line of which was half written when it died."""
     folder = tmp_path / "run"
     config = config_file(runs, tmp_path, TARGET)
-    for where, attribute, function in (at_batch(12), at_model()):
+
+    def die_at_step_12(rows: Rows, step: int, *args: Any) -> Rows:
+        return batch_at(rows, step, *args) if step != 12 else die()
+
+    for name, function in (("loop.batch_at", die_at_step_12), ("devices.write_model", die)):
         with monkeypatch.context() as patch, pytest.raises(Crash):
-            module = sys.modules[where] if isinstance(where, str) else where
-            patch.setattr(module, attribute, function)
+            patch.setattr(f"train.{name}", function)
             main(["--config", config])
         assert not (folder / "model").exists()
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 1, "lo')
 
-    monkeypatch.setattr(loop, "batch_at", crash_when(batch_at, lambda *_: True))
+    monkeypatch.setattr("train.loop.batch_at", die)
     main(["--config", config])  # takes no further step
-    assert metrics(folder) == metrics(runs.root / "target")
-    expected = weights(runs.root / "target", runs.model("target"))
-    for got, want in zip(weights(folder, runs.model("target")), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    assert_same_run(folder, runs.root / "target", runs.model("target"))
 
 
 def test_model_is_of_the_best_checkpoint(runs, tmp_path, monkeypatch, capsys) -> None:
@@ -201,7 +179,7 @@ def test_model_is_of_the_best_checkpoint(runs, tmp_path, monkeypatch, capsys) ->
     scores = iter([3.0, 1.0, 2.0])
     monkeypatch.setattr("train.draft_stage.DraftStage.score", lambda *_: next(scores))
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr("train.devices.write_model", crash_when(lambda: None, lambda *_: True))
+        patch.setattr("train.devices.write_model", die)
         main(["--config", config])
     main(["--config", config])
     folder = tmp_path / "run"
@@ -231,52 +209,42 @@ def test_specialists_start_as_copies_of_an_earlier_drafts_last(runs: Runs, tmp_p
     stage.load_weights()
     params = stage.init_params()
     _, eagle = load_draft(runs.model("eagle"), target=read_record(runs.model("target")))
-    for copies, original in zip(
-        jax.tree.leaves(params["specialists"]),
-        jax.tree.leaves(eagle["specialists"][0]),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(copies, np.stack([original, original]))
-    np.testing.assert_array_equal(params["fc"]["weight"], eagle["fc"]["weight"])
+    twice = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), eagle["specialists"][0])
+    assert_same(params["specialists"], twice)
+    assert_same(params["fc"], eagle["fc"])
 
 
 def test_a_draft_keeps_the_vocabulary_of_the_one_it_starts_from(runs: Runs, tmp_path: Path) -> None:
-    own = copy_model(runs.model("eagle"), tmp_path / "own", draft_vocabulary=[5, 7, 11])
-    config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2, init_draft=own))
+    """That of another target needs permission."""
+    other = {"name": "another", "head_sha256": "0" * 64}
+    own = {"draft_vocabulary": [5, 7, 11], "target": other}
+    start = {"init_draft": copy_model(runs.model("eagle"), tmp_path / "own", **own)}
+    with pytest.raises(UserError, match="was made for another"):
+        open_stage(load_config(TrainConfig, config_file(runs, tmp_path, POSS2, **start)), tmp_path)
+    start |= {"allow_target_mismatch": True}
+    config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2, **start))
     stage = open_stage(config, tmp_path)
     stage.load_weights()
     stage.save_model(stage.init_params(), tmp_path / "saved")
     assert read_record(tmp_path / "saved").draft_vocabulary == (5, 7, 11)
 
 
-def test_starting_from_another_targets_draft_needs_permission(runs: Runs, tmp_path: Path) -> None:
-    other = {"name": "another", "head_sha256": "0" * 64}
-    own = copy_model(runs.model("eagle"), tmp_path / "own", target=other)
-    values = DRAFT | {"init_draft": own}
-    with pytest.raises(UserError, match="was made for another"):
-        open_stage(load_config(TrainConfig, config_file(runs, tmp_path, values)), tmp_path)
-    values["allow_target_mismatch"] = True
-    open_stage(load_config(TrainConfig, config_file(runs, tmp_path, values)), tmp_path)
-
-
 # --------------------------------------------------------------------------------------------------
 # Bad input
 
 
-def test_dry_run_shows_the_sample_before_it_refuses_the_batch(runs, tmp_path, capsys) -> None:
-    config = config_file(runs, tmp_path / "in", TARGET, output=str(tmp_path / "out" / "run"))
-    error = refusal(main, "--config", config, "batch_size=1000", "--dry-run")
-    assert error.endswith("or lower batch_size (batch_size=1)")
-    assert f"\n{BRACKETS[0]}<s>def area_" in capsys.readouterr().out
-
-
-def test_names_of_data_files_are_printed_without_control_characters(runs, tmp_path, capsys) -> None:
+def test_dry_run_shows_the_data_without_control_characters_before_it_refuses(
+    runs, tmp_path, capsys
+) -> None:
     texts = [{"text": f"def area_{number}(): return {number}"} for number in range(60)]
     write_lines(tmp_path / "bad\x1b[31m.jsonl", "junk", *texts)
     config = config_file(runs, tmp_path / "in", TARGET, output=str(tmp_path / "run"))
-    main(["--config", config, f"data.source={tmp_path}/*.jsonl", "--dry-run"])
+    data = f"data.source={tmp_path}/*.jsonl"
+    error = refusal(main, "--config", config, data, "batch_size=1000", "--dry-run")
+    assert error.endswith("or lower batch_size (batch_size=1)")
     printed = capsys.readouterr().out
     assert "bad\\x1b[31m.jsonl:1" in printed and "\x1b" not in printed
+    assert f"\n{BRACKETS[0]}<s>def area_" in printed  # before the batch is refused
 
 
 @pytest.mark.parametrize(
@@ -307,30 +275,23 @@ E3 = DRAFT | {
 EAGLE = "specialists.family=eagle specialists.positions_per_specialist=[1]"
 NO_WEIGHTS = "objective.feature_weight=0 objective.probability_weight=0 objective.top_k_weight=0"
 FROZEN = "specialists.num_frozen=1 init_draft=x"
+FROZEN_UNTRAINED = (
+    "specialists.positions_per_specialist=[1,1,2] specialists.num_frozen=2 init_draft={eagle}"
+)
 NO_DEPTH = "want one above 0 at a depth that is trained, got [{}, 0.0, 0.0, 0.0]"
 
 
 @pytest.mark.parametrize(
     ("values", "overrides", "error"),
     [
-        (TARGET, "optimizer.learning_rat=1", "unknown key 'optimizer.learning_rat'; did you mean "),
-        (TARGET, "batch_size=0", "batch_size=0': Input should be greater than 0, got 0"),
-        (TARGET, "batch_size", "override 'batch_size': want section.key=value"),
-        (TARGET, "model=null", "stage target needs the key 'model'"),
         (TARGET, "model.vocab_size=100", "vocab_size wants at least 259"),
-        (TARGET, "data.source=nowhere/*.txt", "no such file; give a path or a glob"),
         (TARGET, "batch_size=1000", "a batch needs 1000; give more documents, raise data.valid"),
-        (TARGET, "init_target=nowhere", "model folder nowhere does not exist"),
         (TARGET, "init_target={poss2}", "poss2/model: want a target, got a draft"),
         (TARGET, "init_target={int8}", "is quantised to int8, which no model is trained with"),
         (TARGET, "target={poss2}", "stage target has no use for the key 'target'; leave it out"),
-        (TARGET, "init_draft=x", "stage target has no use for the key 'init_draft'; leave it out"),
         (TARGET, "init_target={target} model.num_layers=1", "model.num_layers: want 2 as init_tar"),
         (TARGET, "init_target={target} model.hidden_size=64", "hidden_size: want 32 as init"),
-        (DRAFT, "target=nowhere", "model folder nowhere does not exist"),
-        (DRAFT, "target=null", "stage draft needs the key 'target'"),
         (DRAFT, "target={eagle}", "eagle/model: want a target, got a draft"),
-        (DRAFT, "target={text}", "text holds no model.json, so it is not a model folder"),
         (DRAFT, "init_draft={target}", "target/model: want a draft, got a target"),
         (DRAFT, "init_draft={poss2}", "specialists.positions_per_specialist: want 2 or more"),
         (DRAFT, "specialists.depth=32", "specialists.depth 32 does not fit rows of 32 tokens"),
@@ -340,17 +301,14 @@ NO_DEPTH = "want one above 0 at a depth that is trained, got [{}, 0.0, 0.0, 0.0]
         (POSS2, "step.accumulation_steps=3", "batch_size 2 does not divide into step.accumulation"),
         (POSS2, "specialists.num_frozen=1", "specialists.num_frozen wants init_draft"),
         (POSS2, "objective.depth_weights=[1,2]", "wants specialists.depth = 4 numbers"),
+        (POSS2, FROZEN_UNTRAINED, "num_frozen: want at most 1, which init_draft"),
         (POSS2, "specialists.num_frozen=2", "num_frozen 2 leaves none of 2 to be trained"),
         (POSS2, "specialists.num_frozen=1 specialists.kv=shared", "num_frozen wants kv per_spec"),
         (POSS2, "specialists.kv=shared init_draft={poss2}", "with the same keys and values"),
         (POSS2, "specialists.fc_bias=true init_draft={poss2}", "specialists.fc_bias: init_draft"),
         (POSS2, "specialists.depth=2", "depth 2 does not reach the last specialist of"),
-        (POSS2, "init_target=x", "stage draft has no use for the key 'init_target'; leave it out"),
-        (POSS2, "dtype=float16", "'float32' or 'bfloat16', got 'float16'"),
         (POSS2, NO_WEIGHTS, "want a weight above 0, got none"),
         (POSS2, "objective.feature_weight=0 objective.normalised_features=true", "feature_weight"),
-        (POSS2, "objective.depth_weighting=often", "'fixed' or 'reach', got 'often'"),
-        (POSS2, "objective.probability_weight=-1", "weight=-1': Input should be greater"),
         (POSS2, "objective.depth_weights=[0,0,0,0]", NO_DEPTH.format(0.0)),
         (POSS2, f"{FROZEN} objective.depth_weights=[1,0,0,0]", NO_DEPTH.format(1.0)),
         (E3, "objective.feature_weight=1", "predict no feature of the target; set it to 0"),
@@ -365,7 +323,7 @@ NO_DEPTH = "want one above 0 at a depth that is trained, got [{}, 0.0, 0.0, 0.0]
 )
 def test_bad_config_is_refused_and_leaves_nothing(runs, tmp_path, values, overrides, error) -> None:
     names = {name: runs.model(name) for name in ("target", "eagle", "poss2")}
-    names |= {"text": str(runs.root / "text"), "int8": str(tmp_path / "int8")}
+    names["int8"] = str(tmp_path / "int8")
     if "int8" in overrides:
         copy_model(runs.model("target"), tmp_path / "int8", quantised="int8")
     config = config_file(runs, tmp_path / "in", values, output=str(tmp_path / "out" / "run"))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
-from programs import DRAFT, Runs, config_file, generate, metrics, weights
+from programs import DRAFT, Runs, assert_same_run, config_file, metrics
 
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import new_record, read_record
@@ -68,23 +68,14 @@ def test_it_learns_and_says_what_it_is(runs: Runs, run: Path) -> None:
     assert (record.draft.head_size, record.draft.aux_layers) == (200, (0, 1))
 
 
-def assert_lossless(runs: Runs, folder: Path) -> None:
-    """The trained draft changes no text."""
-    given = folder, "--prompt", "def area(width):", "--tree", "2/2/5"
-    models = None, str(folder / "run/model")
-    plain, drafted = (generate(runs.model("target"), draft, *given) for draft in models)
-    assert drafted[0]["text"] == plain[0]["text"]
-
-
 def test_a_vocabulary_for_the_target_s_head(runs: Runs, vocabulary: Path, tmp_path: Path) -> None:
-    """EAGLE-2 learns over a part of the vocabulary, keeps it, and drafts losslessly."""
+    """EAGLE-2 learns over a part of the vocabulary, and keeps it."""
     config = config_file(runs, tmp_path, DRAFT)
     main(["--config", config, f"specialists.draft_vocabulary={vocabulary}"])
     first, *_, last = [line for line in metrics(tmp_path / "run") if "agreement" in line]
     assert first["validation_loss"][0] > last["validation_loss"][0]
     record = read_record(tmp_path / "run/model")
     assert record.method == "eagle2" and len(record.draft_vocabulary or ()) == 200
-    assert_lossless(runs, tmp_path)
 
 
 @pytest.mark.slow
@@ -95,11 +86,7 @@ def test_features_on_disk_are_those_of_the_step(runs, run, vocabulary, tmp_path)
     plain = config_file(runs, tmp_path / "plain", E3, specialists=wanted, dtype="bfloat16")
     for path in (config, plain):
         main(["--config", path, "num_tokens=192", "validate_every=100"])
-    target = runs.model("target")
-    pairs = zip(
-        weights(tmp_path / "run", target), weights(tmp_path / "plain/run", target), strict=True
-    )
-    assert all((a == b).all() for a, b in pairs)
+    assert_same_run(tmp_path / "run", tmp_path / "plain" / "run", runs.model("target"))
 
 
 def test_a_draft_of_another_width_is_continued(runs: Runs, tmp_path: Path) -> None:
@@ -124,7 +111,6 @@ def test_a_draft_of_another_width_is_continued(runs: Runs, tmp_path: Path) -> No
     record, trained = load_draft(tmp_path / "run/model", target=target)
     assert record.draft == dataclasses.replace(config, trained_depth=3)
     np.testing.assert_array_equal(trained["embed"]["weight"], draft["embed"]["weight"])
-    assert_lossless(runs, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -176,16 +162,11 @@ def assert_close(got: Any, want: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [pytest.param(LLAMA.rope, marks=pytest.mark.slow), ROPE_BY_LENGTH],
-    ids=lambda rope: rope.type,
-)
-def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any, rope: Any) -> None:
+def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any) -> None:
     """A row of two documents trains as two rows of one, even if chains read past their ends."""
-    cut, layer = 6, dataclasses.replace(TASK.draft.layer, rope=rope)
+    cut, layer = 6, dataclasses.replace(TASK.draft.layer, rope=ROPE_BY_LENGTH)
     task = TASK._replace(
-        target=dataclasses.replace(LLAMA, rope=rope),
+        target=dataclasses.replace(LLAMA, rope=ROPE_BY_LENGTH),
         draft=dataclasses.replace(TASK.draft, layer=layer),
         objective=dataclasses.replace(TASK.objective, lk_weight=0.7, depth_weighting="reach"),
     )

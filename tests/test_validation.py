@@ -1,4 +1,7 @@
-"""Validation's reports, against NumPy and the definitions."""
+"""Validation's reports against NumPy and the definitions; predictions laid out to be looked at."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +19,11 @@ from models import (
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
+from poss_jax.data.rows import Rows
 from poss_jax.learn.step import target_loss
 from poss_jax.learn.task import DraftTask, prepare_draft_data
 from poss_jax.learn.validation import (
+    Predictions,
     add_up,
     count_accepted,
     draft_metrics,
@@ -26,6 +31,7 @@ from poss_jax.learn.validation import (
     make_target_validation,
 )
 from poss_jax.model.documents import TrainBatch, encode
+from train.loop import format_samples
 
 B, T, R = 4, 12, 3
 LLAMA = tiny_llama(num_layers=1, vocab_size=19, hidden_size=16, head_dim=4)
@@ -68,18 +74,8 @@ def chain_lengths(hits, mask) -> list[int]:
     return lengths
 
 
-def test_accepted_drawn():
-    #   row            0  1  2  3      chains: 0 accepts both, 1 the first, 2 none
-    hits = jnp.array([[[1, 1, 0, 0]], [[0, 1, 0, 1]]], bool)
-    mask = jnp.ones((1, 4), bool)
-    accepted, num_chains = jax.jit(count_accepted)(hits, mask)
-    assert accepted.tolist() == [2, 1] and num_chains == 3
-    # A row that is not trained ends no chain: those it belongs to are left out.
-    accepted, num_chains = jax.jit(count_accepted)(hits, mask.at[0, 2].set(False))
-    assert accepted.tolist() == [1, 1] and num_chains == 1
-
-
 def test_accepted_of_any_hits():
+    """Chains of a row that is not trained are left out."""
     rng = np.random.default_rng(0)
     hits, mask = rng.random((4, 3, 40)) < 0.7, rng.random((3, 40)) < 0.9
     accepted, num_chains = jax.jit(count_accepted)(jnp.asarray(hits), jnp.asarray(mask))
@@ -161,3 +157,67 @@ def test_target(target):
     assert sums.loss == loss and int(sums.num_trained) == shown.is_trained.sum() > 0
     np.testing.assert_array_equal(shown.tokens[0], chosen)
     np.testing.assert_array_equal(shown.labels[:, :-1], TOKENS[:, 1:])
+
+
+# --------------------------------------------------------------------------------------------------
+# Samples
+
+
+LETTERS = "abcdefghijklmnop|\n"
+
+
+def stage(text: str, documents: str, lookahead: int) -> Any:
+    tokens = np.array([[LETTERS.index(letter) for letter in text]])
+    rows = Rows(tokens, np.ones(tokens.shape, bool), np.array([[int(d) for d in documents]]))
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(LETTERS[i] for i in ids))
+    return SimpleNamespace(validation_rows=rows, lookahead=lookahead, tokenizer=tokenizer)
+
+
+def predictions(labels: str, trained: str, *by_depth: str) -> Predictions:
+    def ids(text: str) -> list[int]:
+        return [LETTERS.index(letter) for letter in text]
+
+    return Predictions(
+        tokens=np.array([[ids(depth)] for depth in by_depth]),
+        labels=np.array([ids(labels)]),
+        is_trained=np.array([[mark == "x" for mark in trained]]),
+    )
+
+
+def test_a_draft_is_shown_from_the_token_after_its_feature() -> None:
+    # The chain from row 1 reads a, b and c; its depths sit at rows 1 and 2 and predict d and e.
+    shown = predictions("cdefgh", " xx   ", "..d...".replace(".", "a"), "aagaaa")
+    shown = shown._replace(tokens=np.array(shown.tokens))
+    shown.tokens[0, 0, 1] = LETTERS.index("d")
+    out = format_samples(stage("abcdef", "111111", 2), shown, num_samples=4)
+    assert out.splitlines()[2:] == [
+        "## Row 0",
+        "",
+        "| text before | depth 0 | depth 1 |",
+        "|---|---|---|",
+        "| `` abc `` | `` d `` | ~~`` g ``~~ `` e `` |",
+    ]
+
+
+def test_text_before_is_of_the_same_document_and_shows_signs_of_tables_and_line_ends() -> None:
+    shown = predictions("bcdefg", "    x ", "aaaaaf")
+    line = format_samples(stage("abcdef", "111222", 1), shown, num_samples=1).splitlines()[-1]
+    assert line == "| `` de `` | ~~`` a ``~~ `` f `` |"
+    shown = predictions("||||||", "   x  ", "\n\n\n\n\n\n")
+    line = format_samples(stage("ab|\nef", "111111", 1), shown, num_samples=1).splitlines()[-1]
+    assert line == "| `` ab\\|\\n `` | ~~`` \\n ``~~ `` \\| `` |"
+
+
+@pytest.mark.parametrize(
+    ("trained", "rows"),
+    [
+        ("xxxxxxxxxxxx", [0, 3, 7, 10]),
+        (" xx xx      ", [1, 4]),
+        (" x x x x x x", []),  # two depths need two rows
+    ],
+)
+def test_places_are_spread_over_what_is_trained(trained: str, rows: list[int]) -> None:
+    text = "abcdefghijkl"
+    out = format_samples(stage(text, "1" * 12, 1), predictions(text, trained, text, text), 1)
+    lines = out.splitlines()[6:]
+    assert [line.split(" ")[2] for line in lines] == [text[: row + 1] for row in rows]
