@@ -1,10 +1,16 @@
-"""The training program end to end: both stages, resuming after crashes, refusals."""
+"""The training program end to end: both stages, resuming after crashes, options, refusals."""
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import MagicMock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -25,15 +31,27 @@ from programs import (
     write_lines,
 )
 
-from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.record import read_record
+from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.rows import Rows, batch_at
 from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.model.documents import encode
+from poss_jax.model.families import FAMILIES
+from poss_jax.model.target import stack_layers
 from poss_jax.program.running import BRACKETS
+from train import loop
+from train.devices import put_batch
+from train.draft_stage import DraftStage
+from train.loop import validation_batches
 from train.main import main
 from train.training import open_stage
+
+
+def load_run(runs: Runs, folder: Path, values: dict[str, Any], **changes: Any) -> TrainConfig:
+    return load_config(TrainConfig, config_file(runs, folder, values, **changes))
 
 
 class Crash(Exception):
@@ -202,9 +220,7 @@ def test_model_is_of_the_best_checkpoint(runs, tmp_path, monkeypatch, capsys) ->
 
 
 def test_specialists_start_as_copies_of_an_earlier_drafts_last(runs: Runs, tmp_path: Path) -> None:
-    config = load_config(
-        TrainConfig, config_file(runs, tmp_path, POSS2, init_draft=runs.model("eagle"))
-    )
+    config = load_run(runs, tmp_path, POSS2, init_draft=runs.model("eagle"))
     stage = open_stage(config, tmp_path)
     stage.load_weights()
     params = stage.init_params()
@@ -220,9 +236,9 @@ def test_a_draft_keeps_the_vocabulary_of_the_one_it_starts_from(runs: Runs, tmp_
     own = {"draft_vocabulary": [5, 7, 11], "target": other}
     start = {"init_draft": copy_model(runs.model("eagle"), tmp_path / "own", **own)}
     with pytest.raises(UserError, match="was made for another"):
-        open_stage(load_config(TrainConfig, config_file(runs, tmp_path, POSS2, **start)), tmp_path)
+        open_stage(load_run(runs, tmp_path, POSS2, **start), tmp_path)
     start |= {"allow_target_mismatch": True}
-    config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2, **start))
+    config = load_run(runs, tmp_path, POSS2, **start)
     stage = open_stage(config, tmp_path)
     stage.load_weights()
     stage.save_model(stage.init_params(), tmp_path / "saved")
@@ -245,27 +261,6 @@ def test_dry_run_shows_the_data_without_control_characters_before_it_refuses(
     printed = capsys.readouterr().out
     assert "bad\\x1b[31m.jsonl:1" in printed and "\x1b" not in printed
     assert f"\n{BRACKETS[0]}<s>def area_" in printed  # before the batch is refused
-
-
-@pytest.mark.parametrize(
-    ("folder", "advice"),
-    [
-        ("nowhere", "write it first: poss convert target --source CHECKPOINT --output nowhere"),
-        ("runs/t/model", "train it first: poss train --config FILE, where FILE has output: runs/t"),
-    ],
-)
-def test_missing_target_names_the_command_that_makes_it(runs, tmp_path, folder, advice) -> None:
-    config = config_file(runs, tmp_path, DRAFT)
-    assert refusal(main, "--config", config, f"target={folder}", "--dry-run").endswith(advice)
-
-
-def test_quantised_target_names_what_it_was_made_from(runs: Runs, tmp_path: Path) -> None:
-    command = ["python", "-m", "poss_jax.convert", "target", "--source", "it.gguf"]
-    made = {"quantised": "int8", "provenance": {"command": command}}
-    target = copy_model(runs.model("target"), tmp_path / "int8", **made)
-    error = refusal(main, "--config", config_file(runs, tmp_path, DRAFT), f"target={target}")
-    assert "quantised to int8" in error
-    assert error.endswith("poss convert target --source it.gguf --output DIR")
 
 
 E3 = DRAFT | {
@@ -291,6 +286,9 @@ NO_DEPTH = "want one above 0 at a depth that is trained, got [{}, 0.0, 0.0, 0.0]
         (TARGET, "target={poss2}", "stage target has no use for the key 'target'; leave it out"),
         (TARGET, "init_target={target} model.num_layers=1", "model.num_layers: want 2 as init_tar"),
         (TARGET, "init_target={target} model.hidden_size=64", "hidden_size: want 32 as init"),
+        (DRAFT, "target=nowhere", "poss convert target --source CHECKPOINT --output nowhere"),
+        (DRAFT, "target=a/model", "poss train --config FILE, where FILE has output: a"),
+        (DRAFT, "target={int8}", "poss convert target --source it.gguf --output DIR"),
         (DRAFT, "target={eagle}", "eagle/model: want a target, got a draft"),
         (DRAFT, "init_draft={target}", "target/model: want a draft, got a target"),
         (DRAFT, "init_draft={poss2}", "specialists.positions_per_specialist: want 2 or more"),
@@ -325,7 +323,9 @@ def test_bad_config_is_refused_and_leaves_nothing(runs, tmp_path, values, overri
     names = {name: runs.model(name) for name in ("target", "eagle", "poss2")}
     names["int8"] = str(tmp_path / "int8")
     if "int8" in overrides:
-        copy_model(runs.model("target"), tmp_path / "int8", quantised="int8")
+        command = ["python", "-m", "poss_jax.convert", "target", "--source", "it.gguf"]
+        made = {"quantised": "int8", "provenance": {"command": command}}
+        copy_model(runs.model("target"), tmp_path / "int8", **made)
     config = config_file(runs, tmp_path / "in", values, output=str(tmp_path / "out" / "run"))
     assert error in refusal(main, "--config", config, *overrides.format(**names).split())
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
@@ -333,5 +333,213 @@ def test_bad_config_is_refused_and_leaves_nothing(runs, tmp_path, values, overri
 
 def test_options_of_training_are_refused() -> None:
     assert "want --stage target|draft, or the key stage in the file that --config" in refusal(main)
-    misspelt = refusal(main, "--config", "x.yaml", "--overwite")
-    assert "unknown option --overwite; did you mean --overwrite?" in misspelt
+
+
+# --------------------------------------------------------------------------------------------------
+# Options: what of a draft is shared, frozen or cut, and what a target starts from
+
+
+FEW_STEPS = {"num_tokens": 3 * 64, "validate_every": 3}
+
+
+def specialists(runs: Runs, model: Path | str) -> list[dict[str, Any]]:
+    _, draft = load_draft(str(model), target=read_record(runs.model("target")))
+    return [dict(_named(tree)) for tree in (*draft["specialists"], draft["fc"])]
+
+
+def _named(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf)
+
+
+def test_shared_keys_and_values(runs: Runs, tmp_path: Path) -> None:
+    """As a run begins; its steps keep them (`test_train_step.py`)."""
+    spans = {"positions_per_specialist": [2, 2], "depth": 4, "kv": "shared"}
+    stage = open_stage(load_run(runs, tmp_path, POSS2, specialists=spans), tmp_path)
+    stage.load_weights()
+    pairs = [(name, leaf) for name, leaf in _named(stage.init_params()["specialists"])]
+    equal = {name for name, leaf in pairs if (leaf[0] == leaf[1]).all() and "norm" not in name}
+    assert equal == {"attention/k/weight", "attention/v/weight"}
+    assert isinstance(stage.config, DraftConfig) and stage.config.kv == "shared"
+
+
+def test_frozen_specialists(runs: Runs, tmp_path: Path) -> None:
+    spans = {"positions_per_specialist": [2, 2], "depth": 4, "num_frozen": 1}
+    start = runs.model("poss2")
+    changes = FEW_STEPS | {"specialists": spans, "init_draft": start}
+    main(["--config", config_file(runs, tmp_path, POSS2, **changes)])
+    trained = specialists(runs, tmp_path / "run" / "model")
+    for is_trained, after, before in zip(
+        [False, True, False], trained, specialists(runs, start), strict=True
+    ):
+        for name in before:
+            assert (after[name] != before[name]).any() == is_trained, name
+
+
+def test_a_draft_is_continued_in_its_own_family(runs, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(FAMILIES, "other", FAMILIES["eagle"])
+    draft = shutil.copytree(runs.model("eagle"), tmp_path / "draft")
+    record = json.loads((draft / "model.json").read_text())
+    record["config"]["family"] = "other"
+    (draft / "model.json").write_text(json.dumps(record))
+    stage = open_stage(load_run(runs, tmp_path, POSS2, init_draft=str(draft)), tmp_path)
+    assert isinstance(stage.config, DraftConfig) and stage.config.family == "other"
+    assert stage.config.positions_per_specialist == (2, 2)
+    specialists = {**POSS2["specialists"], "family": "eagle"}
+    changes = {"specialists": specialists, "init_draft": str(draft)}
+    config = load_run(runs, tmp_path, POSS2, **changes)
+    with pytest.raises(UserError, match=r"specialists\.family: init_draft .* has another"):
+        open_stage(config, tmp_path)
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_features_are_normalised_by_their_deviations(runs, tmp_path, has_cache) -> None:
+    """Online and from a cache; the oracle encodes every row by itself."""
+    features = {"cache": str(tmp_path / "cache")} if has_cache else {}
+    objective = {"normalised_features": True}
+    values = POSS2 | {"features": features, "objective": objective}
+    config = load_run(runs, tmp_path, values)
+    stage = open_stage(config, tmp_path)
+    stage.load_weights()
+    stage.write_features()
+    assert isinstance(stage, DraftStage)
+    record, target = load_target(runs.model("target"))
+    target |= {"layers": stack_layers(target["layers"])}
+    encoded = jax.jit(encode, static_argnums=1)(target, record.llama, stage.rows.tokens[:64])
+    encoded = encoded.astype(jnp.bfloat16)  # as a cache keeps them
+    wanted = np.asarray(encoded, np.float64).reshape(-1, 32).std(axis=0)
+    np.testing.assert_allclose(stage._measured_task.deviations, wanted, rtol=1e-4)
+
+
+def test_a_start_that_passes_features_through(runs: Runs, tmp_path: Path) -> None:
+    started = {"positions_per_specialist": [2, 2], "depth": 4, "start": "pass_through"}
+    config = load_run(runs, tmp_path, POSS2, specialists=started)
+    stage = open_stage(config, tmp_path)
+    stage.load_weights()
+    params = stage.init_params()
+    np.testing.assert_array_equal(params["fc"]["weight"][:, 32:], np.eye(32))
+    assert np.any(params["fc"]["weight"][:, :32])
+    for _, leaf in _named({"o": params["specialists"]["attention"]["o"]}):
+        assert not leaf.any()
+
+
+def test_narrow_computation(runs: Runs, tmp_path: Path) -> None:
+    main(["--config", config_file(runs, tmp_path, DRAFT, **FEW_STEPS, dtype="bfloat16")])
+    trained = specialists(runs, tmp_path / "run" / "model")
+    assert {leaf.dtype.name for tree in trained for leaf in tree.values()} == {"float32"}
+    narrow, wide = (metrics(run)[0]["loss"] for run in (tmp_path / "run", runs.root / "eagle"))
+    np.testing.assert_allclose(narrow, wide, rtol=0.02)
+    assert narrow != wide
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation_steps", "wanted", "sizes"),
+    [
+        (1, 1, 4, [1] * 4),
+        (4, 1, 4, [4]),
+        (4, 1, 5, [4, 4]),
+        (4, 1, 1, [4]),
+        (4, 2, 4, [2, 2]),  # no more rows at once than a step takes
+        (4, 1, 10**6, None),  # all that are held out and fill a batch
+    ],
+)
+def test_validation_has_the_same_rows_in_batches_of_any_size(
+    runs, tmp_path, batch_size, accumulation_steps, wanted, sizes
+):
+    values = TARGET | {"batch_size": batch_size, "validation_rows": wanted}
+    values |= {"step": {"accumulation_steps": accumulation_steps}}
+    config = load_run(runs, tmp_path, values)
+    stage = open_stage(config, tmp_path / "stage")
+    batches = list(validation_batches(config, stage))
+    sizes = sizes or [batch_size] * (len(stage.validation_rows) // batch_size)
+    assert [len(batch.tokens) for batch in batches] == sizes
+    rows = np.concatenate([batch.tokens for batch in batches])
+    np.testing.assert_array_equal(rows, stage.validation_rows.tokens[: sum(sizes)])
+
+
+def test_a_resumed_run_asks_for_preemption_by_the_steps_of_its_process(monkeypatch) -> None:
+    asked = []
+    for name in ("RunLog", "Profiler", "put_batch", "batch_at", "_check_in"):
+        monkeypatch.setattr(loop, name, MagicMock())
+    monkeypatch.setattr(loop, "preemption_notice", lambda: nullcontext(asked.append))
+    config = MagicMock(num_steps=8, checkpoint_every=100, validate_every=100)
+    state = SimpleNamespace(step=5)
+    loop.run_steps(config, MagicMock(), MagicMock(), lambda state, batch: (state, {}), state)
+    assert asked == [1, 2, 3]
+
+
+def test_a_run_does_not_go_on_with_another_model(runs, tmp_path) -> None:
+    start = {"target": "target", "init_draft": "eagle"}
+    models = {key: copy_model(runs.model(name), tmp_path / key) for key, name in start.items()}
+    config = config_file(runs, tmp_path, POSS2, **FEW_STEPS | models)
+    main(["--config", config])
+    metrics_before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    shutil.rmtree(tmp_path / "run" / "model")
+    for key, item in (("init_draft", "fc"), ("target", "layers/1")):
+        record = Path(models[key]) / "model.json"
+        changed = json.loads(record.read_text())
+        changed["weights_sha256"] |= {item: "0" * 64}
+        record.write_text(json.dumps(changed))
+        assert f"{key}: its file has changed since this run" in refusal(main, "--config", config)
+    (tmp_path / "run" / "made_with.json").write_text("[")
+    assert "made_with.json: not valid JSON" in refusal(main, "--config", config)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics_before
+
+
+def test_validations_say_if_no_answer_is_long_enough(runs, tmp_path, caplog) -> None:
+    config = load_run(runs, tmp_path, POSS2)
+    stage = open_stage(config, tmp_path)
+    stage.load_weights()
+    params, batch = stage.init_params(), put_batch(stage.validation_rows[:2], stage.mesh)
+    is_even = np.arange(batch.tokens.shape[1])[None] % 2 == 0
+    gaps = batch.replace(loss_mask=batch.loss_mask & is_even)
+    for given, is_said in ((batch, False), (gaps, True)):
+        caplog.clear()
+        stage.validate(params, [given])
+        assert ("tokens long, so that acceptance is not measured" in caplog.text) == is_said
+
+
+# --------------------------------------------------------------------------------------------------
+# Targets that start from another
+
+
+def test_a_tied_target_has_no_head_of_its_own(runs: Runs, tmp_path: Path) -> None:
+    tied = {"model": TARGET["model"] | {"tie_embeddings": True}}
+    stage = open_stage(load_run(runs, tmp_path, TARGET, **tied), tmp_path / "stage")
+    params = stage.init_params()
+    assert "head" not in params
+    planned = stage.plan_step().state.params
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, planned)
+    start = tmp_path / "stage" / "model"
+    stage.save_model(params, start)
+    continued = load_run(runs, tmp_path, TARGET, init_target=str(start), **tied)
+    assert "head" not in open_stage(continued, tmp_path / "continued").init_params()
+
+
+def test_token_ids_train_no_tokenizer(runs: Runs, tmp_path: Path) -> None:
+    lines = [{"input_ids": [n % 50, 5, 7, 9], "loss_mask": [0, 1, 1, 1]} for n in range(200)]
+    data = {"source": write_lines(tmp_path / "ids.jsonl", *lines), "sequence_length": 8}
+    config = config_file(runs, tmp_path, TARGET, data=data)
+    assert "want text to train a tokenizer on, got token ids" in refusal(main, "--config", config)
+
+
+def test_a_target_continues_another_with_more_layers(runs: Runs, tmp_path: Path) -> None:
+    start, model = runs.model("target"), TARGET["model"] | {"num_layers": 3}
+    values = TARGET | FEW_STEPS | {"init_target": start, "model": model}
+    config = load_run(runs, tmp_path, values)
+    stage = open_stage(config, tmp_path / "stage")
+    batches = [put_batch(stage.validation_rows[:2], stage.mesh)]
+    metrics, _ = stage.validate(stage.init_params(), batches)
+    same = load_run(runs, tmp_path, TARGET, init_target=start)
+    shorter = open_stage(same, tmp_path / "shorter")
+    assert metrics == shorter.validate(shorter.init_params(), batches)[0]
+
+    main(["--config", config_file(runs, tmp_path, values)])
+    record, trained = load_target(str(tmp_path / "run" / "model"))
+    _, before = load_target(start)
+    assert record.llama.num_layers == 3
+    assert record.tokenizer_sha256 == read_record(start).tokenizer_sha256
+    new = trained["layers"][1]
+    assert np.any(new["attention"]["o"]["weight"]) and np.any(new["mlp"]["down"]["weight"])
+    names = [("embed", "weight"), ("norm", "scale"), ("head", "weight")]
+    assert all((trained[part][name] != before[part][name]).any() for part, name in names)

@@ -4,7 +4,6 @@ The store is `tests/object_store.py`; no test has seen the real one.
 """
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,9 @@ from train.claims import claim_folder
 from train.main import main
 
 
-@cache
-def installed(folder: Path) -> object_store.Objects:
-    return object_store.install(folder)
-
-
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> object_store.Objects:
-    return installed(tmp_path_factory.mktemp("objects"))
+    return object_store.install(tmp_path_factory.mktemp("objects"))
 
 
 @pytest.fixture(scope="module")
