@@ -23,6 +23,7 @@ from infer.tune.search import (
     choose_few,
     predict,
     predict_all,
+    rank_paths,
     record_all,
 )
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
@@ -43,6 +44,26 @@ SMALL = TreeConfig(depth=2, top_k=2, total_tokens=4)
 
 def tree(depth: int, top_k: int, total_tokens: int) -> TreeConfig:
     return TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
+
+
+def test_the_path_of_a_text_is_ranked_among_the_candidates() -> None:
+    # level 0: tokens 5, 6; level 1: children of 5: 7, 8, of 6: 7, 9
+    step = {
+        "tokens": np.array([5, 6, 7, 8, 7, 9]),
+        "scores": np.array([-1.0, -2.0, -1.5, -4.0, -2.0, -3.0]),
+        "parents": np.array([-1, -1, 0, 0, 1, 1]),
+    }
+    none = np.iinfo(np.int32).max
+    shape = TreeConfig(depth=2, top_k=2, total_tokens=2)
+
+    def ranked(*text: int) -> list[list[int]]:
+        return rank_paths([step], [0, *text], shape)[0].tolist()
+
+    assert ranked(5, 7) == [[1, none], [1, 2]]
+    assert ranked(6, 7) == [[2, none], [3, 4]]  # 5 and its 7 come before 6, which ties its own 7
+    assert ranked(6, 8) == [[2, none], [3, none]]  # 8 follows 5 alone
+    assert ranked(6) == [[2, none], [3, none]]
+    assert ranked(7, 7) == [[none, none], [none, none]]
 
 
 def test_predicted_rounds_are_those_that_run(runs, tmp_path, monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,25 +77,16 @@ def test_a_draft_that_knows_the_target(certain: Path) -> None:
     assert 2 / 2**4 <= pair["p_value"] < 1  # all signs of four questions
 
 
-@pytest.fixture(scope="module")
-def config(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> BenchConfig:
+@pytest.mark.parametrize("name", [pytest.param("eagle", marks=pytest.mark.slow), "poss2"])
+def test_numbers_are_those_of_validation(runs: Runs, tmp_path: Path, name: str) -> None:
+    """Of all texts as one batch; and by their definitions, text by text and chain by chain."""
     lines = [{"prompt": f"def area_{n}(width"} for n in range(3)]
-    prompts = write_lines(tmp_path_factory.mktemp("drift") / "prompts.jsonl", *lines)
-    drafts = {name: runs.model(name) for name in ("eagle", "poss2")}
-    return BenchConfig(
+    prompts = write_lines(tmp_path / "prompts.jsonl", *lines)
+    drafts = {name: runs.model(name)}
+    config = BenchConfig(
         target=runs.model("target"), drafts=drafts, prompts=prompts, max_new_tokens=N
     )
-
-
-@pytest.fixture(scope="module")
-def decoded(config: BenchConfig) -> Any:
-    return decode(config, R)
-
-
-@pytest.mark.parametrize("name", ["eagle", "poss2"])
-def test_numbers_are_those_of_validation(config: BenchConfig, decoded: Any, name: str) -> None:
-    """Of all texts as one batch; and by their definitions, text by text and chain by chain."""
-    texts, _, answers = decoded
+    texts, _, answers = decode(config, R)
     record, target = load_target(config.target)
     target |= {"layers": stack_layers(target["layers"])}
     rows = lay_out(texts)
@@ -106,9 +96,8 @@ def test_numbers_are_those_of_validation(config: BenchConfig, decoded: Any, name
 
     draft_record, draft = load_draft(config.drafts[name], target=record)
     draft |= {"specialists": stack_layers(draft["specialists"])}
-    validate = make_draft_validation(
-        DraftTask(record.llama, draft_record.draft, ObjectiveConfig()), R
-    )
+    task = DraftTask(record.llama, draft_record.draft, ObjectiveConfig())
+    validate = make_draft_validation(task, R)
     batch = TrainBatch(*map(jnp.asarray, (rows.tokens, rows.loss_mask, rows.documents)))
     wanted = draft_metrics(add_up([jax.jit(validate)(draft, target, batch)])[0])
     for key in ("agreement", "cumulative_acceptance", "feature_cosine", "feature_distance"):

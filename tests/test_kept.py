@@ -36,21 +36,15 @@ def test_kept_results_are_not_measured_again(cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_other_settings_begin_anew() -> None:
-    Kept("tune", {"prompts": [1]}).get("a", lambda: 1)
+def test_other_settings_and_half_a_line_are_measured_anew() -> None:
+    kept = Kept("tune", {"prompts": [1]})
+    kept.get("a", lambda: 1)
     assert Kept("tune", {"prompts": [2]}).get("a", lambda: 2) == 2
     assert Kept("lossless", {"prompts": [1]}).get("a", lambda: 3) == 3
-
-
-@pytest.mark.usefixtures("cache")
-def test_line_that_was_being_written_is_measured_again() -> None:
-    kept = Kept("tune", {})
-    kept.get("a", lambda: 1)
     with kept.path.open("a") as file:
         file.write(json.dumps({"b": 2}))  # without its end
-    again = Kept("tune", {})
-    assert again.get("b", lambda: 3) == 3
-    assert Kept("tune", {}).get("b", never) == 3
+    assert Kept("tune", {"prompts": [1]}).get("b", lambda: 4) == 4
+    assert Kept("tune", {"prompts": [1]}).get("b", never) == 4
 
 
 @pytest.mark.parametrize("changed", ["vocabulary", "trees", "weights", "device", "int8_products"])

@@ -44,16 +44,11 @@ def test_variants_are_compared_question_by_question():
     runs = config.runs()
     assert [run.name for run in runs if run.seed == 1] == ["one layer seed 1", "two seed 1"]
     shares = {"all": {"positionwise_acceptance": {"value": [0.5, 0.25]}}}
-    group = {
-        "set": "made up",
-        "temperature": 0.0,
-        "seeds": [0],
-        "questions": 3,
-        "looping_questions": [2],
-        "methods": {run.name: shares for run in runs},
-    }
-    accepted = {"one layer seed 0": [1, 3], "one layer seed 1": [3, 3]}
-    accepted |= {"two seed 0": [2, 4], "two seed 1": [4, 4], "control seed 0": [0, 2]}
+    group = {"set": "made up", "temperature": 0.0, "seeds": [0]}
+    group |= {"questions": 3, "looping_questions": [2]}
+    group |= {"methods": {run.name: shares for run in runs}}
+    accepted = {"one layer seed 0": [1, 3], "one layer seed 1": [3, 3], "two seed 0": [2, 4]}
+    accepted |= {"two seed 1": [4, 4], "control seed 0": [0, 2]}
     answers = [
         answer((0, name, question), [*range(8)], [few[question > 0], few[1]], [4, 4], 1.0)
         for name, few in accepted.items()
@@ -61,8 +56,7 @@ def test_variants_are_compared_question_by_question():
     ]
     row = study.compare_variants(config, runs, group, answers, 1)
     one, two, control = row["variants"].values()
-    assert row["questions"] == 2
-    assert one["of_seeds"] == [(3 + 4) / 2, (4 + 4) / 2]
+    assert row["questions"] == 2 and one["of_seeds"] == [(3 + 4) / 2, (4 + 4) / 2]
     assert one["difference"]["value"] == 0 and two["difference"]["value"] == pytest.approx(1)
     assert two["acceptance_length"]["value"] == pytest.approx(one["acceptance_length"]["value"] + 1)
     assert two["positionwise_acceptance"] == [0.5, 0.25]

@@ -16,8 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from models import random_target, tiny_llama
-from test_features import SHAPE, features_of, open_small, written
-from test_regenerate import LINES, write
 from test_run_folder import config_for, saved_run, start, state_at
 
 from poss_jax.checkpoint.folder import load_target
@@ -156,33 +154,3 @@ def test_model(damage: Damage) -> None:
 
     with damaged(make_model, damage) as folder:
         refused(verify)
-
-
-@given(DAMAGES)
-def test_feature_cache(damage: Damage) -> None:
-    def read() -> None:
-        cache = open_small(folder)
-        if not cache.missing:
-            np.testing.assert_array_equal(cache.read(np.arange(SHAPE[0])), features_of(SHAPE))
-
-    with damaged(written, damage) as folder:
-        refused(read)
-
-
-def make_answers(folder: Path) -> None:
-    folder.mkdir()
-    write(folder / "out.jsonl")
-
-
-@given(DAMAGES)
-def test_answers(damage: Damage) -> None:
-    """Each question ends in one of the two files; changed words of an answer are not seen."""
-
-    def go_on() -> None:
-        write(folder / "out.jsonl")
-        texts = [(folder / name).read_text() for name in ("out.jsonl", "out.failed.jsonl")]
-        lines = [json.loads(line) for text in texts for line in text.splitlines()]
-        assert sorted(line["index"] for line in lines) == [line["index"] for line in LINES]
-
-    with redirect_stderr(io.StringIO()), damaged(make_answers, damage) as folder:
-        refused(go_on)

@@ -1,5 +1,6 @@
-"""The launchers of examples/launch: they call what exists, and start again what was stopped."""
+"""The launchers and manifests of examples/: they call what exists, and start again what stopped."""
 
+import json
 import os
 import re
 import shlex
@@ -7,17 +8,23 @@ import signal
 import subprocess
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
+from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
+from poss_jax.engine.scheduler import Scheduler
+from poss_jax.engine.streams import Stats
+from poss_jax.program.arguments import read_arguments
 
 ROOT = Path(__file__).parent.parent
-LAUNCH = ROOT / "examples" / "launch"
+LAUNCH, KUBERNETES = ROOT / "examples" / "launch", ROOT / "examples" / "kubernetes"
 DONE = 'echo \'{"model": "runs/x/model"}\''
 STOPPED = 'echo \'{"stopped_at": 7, "steps": 9}\''
 
@@ -121,3 +128,40 @@ while :; do sleep 0.1; done"""
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 75
+
+
+def dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    """All dictionaries in a YAML value."""
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, dict | list):
+            yield from dictionaries(inner)
+
+
+def test_options_paths_and_metrics_of_kubernetes_exist():
+    """The files start our server, and ask it for what it has."""
+    pytest.importorskip("fastapi")
+    from poss_jax.serving.app import create_app
+    from poss_jax.serving.service import Metrics
+
+    routes = {getattr(route, "path", None) for route in create_app(ServeConfig()).routes}
+    files = [KUBERNETES / "serve.yaml", KUBERNETES / "several_hosts.yaml"]
+    parts = list(dictionaries([list(yaml.safe_load_all(file.read_text())) for file in files]))
+    containers = [part for part in parts if "image" in part]
+    dockerfile = (KUBERNETES / "Dockerfile").read_text()
+    lines = [json.loads(re.findall(r"^CMD (\[.*\])$", dockerfile, re.M)[0])]
+    for container in containers:
+        text = container.get("command", [""])[-1].replace("\\\n", " ")
+        lines += map(shlex.split, re.findall(r"^exec poss-serve (.*)$", text, re.M))
+        lines += [container["args"]] if "args" in container else []
+    assert len(lines) == 1 + len(containers) == 4
+    for words in lines:
+        config, _ = read_arguments(ServeConfig, words, prog="infer.serve", doc="")
+        assert (config.host, config.port) == ("0.0.0.0", 8000)
+    assert {part["httpGet"]["path"] for part in parts if "httpGet" in part} <= routes
+
+    pool = yaml.safe_load((KUBERNETES / "inference_pool.yaml").read_text())
+    idle = mock.create_autospec(Scheduler, num_waiting=0, num_running=0, num_slots=1, stats=Stats())
+    names = {metric.name for metric in Metrics(idle, "target").collect()}
+    assert set(pool["inferenceExtension"]["flags"].values()) <= names
