@@ -49,6 +49,11 @@ def by_role(**turns: str) -> str:
     return "{% if not m %}" + "".join(cases) + "{% else %}" + other + "{% endif %}"
 
 
+def by_turn(ask: str = "", *, first: str = "", last: str = "", **turns: str) -> str:
+    """Writes each message as its role does, then asks or ends."""
+    return each(by_role(**turns), ask, first=first, last=last)
+
+
 GEMMA_ASK = "<turn>model\n"
 GEMMA_TEXT = "{{ m.content | trim }}<end_of_turn>\n"
 
@@ -156,12 +161,10 @@ KINDS = {
         )
     ),
     "chatml, marks of generation": im(
-        each(
-            by_role(
-                assistant=IM_ASK + "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n",
-                other=IM_TURN,
-            ),
+        by_turn(
             IM_ASK,
+            assistant=IM_ASK + "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n",
+            other=IM_TURN,
         )
     ),
     "chatml, never asks": im(each(IM_TURN)),
@@ -186,14 +189,12 @@ KINDS = {
     ),
     "chatml, an empty thought": im(
         LAST_ASKED
-        + each(
-            by_role(
-                assistant=IM_ASK + "{% if loop.index0 > ns.last %}<think>\n"
-                "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
-                "<|im_end|>\n",
-                other=IM_TURN,
-            ),
+        + by_turn(
             IM_ASK,
+            assistant=IM_ASK + "{% if loop.index0 > ns.last %}<think>\n"
+            "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
+            "<|im_end|>\n",
+            other=IM_TURN,
         )
     ),
     "chatml, a thought in the content": im(
@@ -212,12 +213,10 @@ KINDS = {
     # Llama
     "llama-2": Kind(
         FOLDED
-        + each(
-            by_role(
-                user="{{ bos_token }}[INST] {{ '<<SYS>>\n' ~ s ~ '<</SYS>>\n\n' if s and "
-                "loop.index0 < 2 }}{{ m.content | trim }} [/INST]",
-                assistant=" {{ m.content | trim }} {{ eos_token }}",
-            )
+        + by_turn(
+            user="{{ bos_token }}[INST] {{ '<<SYS>>\n' ~ s ~ '<</SYS>>\n\n' if s and "
+            "loop.index0 < 2 }}{{ m.content | trim }} [/INST]",
+            assistant=" {{ m.content | trim }} {{ eos_token }}",
         ),
         ("</s>",),
     ),
@@ -231,36 +230,34 @@ KINDS = {
         eos="<|end_of_text|>",
     ),
     "llama-3.1, tools": Kind(
-        each(
-            by_role(assistant=L3_CALL, tool=L3_RESULT, other=L3_HEAD + "{{ m.content }}<|eot_id|>"),
+        by_turn(
             L3_ASK,
             first=L3_TOOLS,
+            assistant=L3_CALL,
+            tool=L3_RESULT,
+            other=L3_HEAD + "{{ m.content }}<|eot_id|>",
         ),
         ("<|eot_id|>", "<|eom_id|>"),
         L3,
         eos="<|end_of_text|>",
     ),
     "alpaca": Kind(
-        each(
-            by_role(
-                user="### Instruction:\n{{ m.content }}\n\n",
-                assistant="### Response:\n{{ m.content }}{{ eos_token }}\n\n",
-                system="{{ m.content }}\n\n",
-            ),
+        by_turn(
             "### Response:\n",
             first="{{ bos_token }}",
+            user="### Instruction:\n{{ m.content }}\n\n",
+            assistant="### Response:\n{{ m.content }}{{ eos_token }}\n\n",
+            system="{{ m.content }}\n\n",
         ),
         ("</s>",),
     ),
     "vicuna": Kind(
-        each(
-            by_role(
-                user="USER: {{ m.content }} ",
-                assistant="ASSISTANT: {{ m.content }}{{ eos_token }}",
-                system="{{ m.content }} ",
-            ),
+        by_turn(
             "ASSISTANT:",
             first="{{ bos_token }}{% if messages[0].role != 'system' %}A chat. {% endif %}",
+            user="USER: {{ m.content }} ",
+            assistant="ASSISTANT: {{ m.content }}{{ eos_token }}",
+            system="{{ m.content }} ",
         ),
         ("</s>",),
     ),
@@ -268,13 +265,11 @@ KINDS = {
     "mistral": Kind(each(INST, first="{{ bos_token }}"), ("</s>",), MISTRAL),
     "mistral, no blanks": Kind(
         FOLDED
-        + each(
-            by_role(
-                user="[INST]{{ s if loop.last or loop.index0 == messages | length - 2 }}"
-                "{{ m.content }}[/INST]",
-                assistant="{{ m.content }}{{ eos_token }}",
-            ),
+        + by_turn(
             first="{{ bos_token }}",
+            user="[INST]{{ s if loop.last or loop.index0 == messages | length - 2 }}"
+            "{{ m.content }}[/INST]",
+            assistant="{{ m.content }}{{ eos_token }}",
         ),
         ("</s>",),
         MISTRAL,
@@ -308,13 +303,11 @@ KINDS = {
         each("<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n", "<|assistant|>\n"), ("</s>",)
     ),
     "tulu": Kind(
-        each(
-            by_role(
-                assistant="<|assistant|>\n{{ m.content }}{{ eos_token if loop.last else '</s>' }}"
-                "{{ '' if loop.last else '\n' }}",
-                other="<|{{ m.role }}|>\n{{ m.content }}\n",
-            ),
+        by_turn(
             "<|assistant|>\n",
+            assistant="<|assistant|>\n{{ m.content }}{{ eos_token if loop.last else '</s>' }}"
+            "{{ '' if loop.last else '\n' }}",
+            other="<|{{ m.role }}|>\n{{ m.content }}\n",
         ),
         ("</s>",),
     ),
@@ -324,28 +317,24 @@ KINDS = {
     ),
     "deepseek": Kind(each(PLAIN, "Assistant:", first="{{ bos_token }}"), ("<eos>",)),
     "deepseek, forgets thoughts": Kind(
-        each(
-            by_role(
-                user="<|User|>{{ m.content }}",
-                assistant="<|Assistant|>{{ m.content if loop.last else "
-                "m.content.split('</think>')[-1] }}{{ eos_token }}",
-                system="{{ m.content }}",
-            ),
+        by_turn(
             "<|Assistant|>",
             first="{{ bos_token }}",
+            user="<|User|>{{ m.content }}",
+            assistant="<|Assistant|>{{ m.content if loop.last else "
+            "m.content.split('</think>')[-1] }}{{ eos_token }}",
+            system="{{ m.content }}",
         ),
         ("<eos>",),
         ("<|User|>", "<|Assistant|>"),
     ),
     "command-r": Kind(
-        each(
-            by_role(
-                user="<|START|><|USER|>{{ m.content }}<|END_OF_TURN|>",
-                assistant="<|START|><|CHATBOT|>{{ m.content }}<|END_OF_TURN|>",
-                system="<|START|><|SYSTEM|>{{ m.content }}<|END_OF_TURN|>",
-            ),
+        by_turn(
             "<|START|><|CHATBOT|>",
             first="{{ bos_token }}",
+            user="<|START|><|USER|>{{ m.content }}<|END_OF_TURN|>",
+            assistant="<|START|><|CHATBOT|>{{ m.content }}<|END_OF_TURN|>",
+            system="<|START|><|SYSTEM|>{{ m.content }}<|END_OF_TURN|>",
         ),
         ("<|END_OF_TURN|>",),
         COHERE,
@@ -362,24 +351,21 @@ KINDS = {
         each(HARMONY_TURN, "<|start|>assistant"), ("<|return|>",), HARMONY, needs_ends=True
     ),
     "exaone": Kind(
-        each(
-            by_role(
-                user="[|user|]{{ m.content }}\n",
-                assistant="[|assistant|]{{ m.content }}[|endofturn|]\n",
-                system="[|system|]{{ m.content }}[|endofturn|]\n",
-            ),
+        by_turn(
             "[|assistant|]",
+            user="[|user|]{{ m.content }}\n",
+            assistant="[|assistant|]{{ m.content }}[|endofturn|]\n",
+            system="[|system|]{{ m.content }}[|endofturn|]\n",
         ),
         ("[|endofturn|]",),
         ("[|user|]", "[|assistant|]", "[|system|]"),
     ),
     "internlm": Kind(
-        each(
-            by_role(
-                user="<|User|>:{{ m.content }}<eoh>\n", assistant="<|Bot|>:{{ m.content }}<eoa>\n"
-            ),
+        by_turn(
             "<|Bot|>:",
             first="{{ bos_token }}",
+            user="<|User|>:{{ m.content }}<eoh>\n",
+            assistant="<|Bot|>:{{ m.content }}<eoa>\n",
         ),
         ("<eoa>",),
         ("<eoh>",),
@@ -416,12 +402,10 @@ KINDS = {
     "no roles": Kind(each("{{ m.content }}{{ eos_token }}"), ("</s>",), cannot_find=True),
     "system message moved": Kind(
         FOLDED
-        + each(
-            by_role(
-                user="<|user|>{{ s if loop.index0 >= messages | length - 2 }}{{ m.content }}",
-                assistant="<|assistant|>{{ m.content }}{{ eos_token }}",
-            ),
+        + by_turn(
             "<|assistant|>",
+            user="<|user|>{{ s if loop.index0 >= messages | length - 2 }}{{ m.content }}",
+            assistant="<|assistant|>{{ m.content }}{{ eos_token }}",
         ),
         ("</s>",),
         PIPES,

@@ -178,27 +178,3 @@ def damages(content: bytes, num_cases: int) -> Iterator[tuple[str, bytes]]:
         flipped = bytearray(content)
         flipped[place] ^= 1 << bit
         yield f"flip {place} {bit}", bytes(flipped)
-
-
-def random_transformer(model_type: str = "llama", **changes):
-    """A random model of `transformers` in float32."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shape = {
-        "vocab_size": 53,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 8,
-    }
-    config = AutoConfig.for_model(model_type, **shape | changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        width = parameter.shape[-1] if parameter.ndim == 2 else 25
-        is_scale = name.endswith("norm.weight")
-        torch.nn.init.normal_(parameter, mean=float(is_scale), std=width**-0.5)
-    return model

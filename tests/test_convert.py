@@ -17,7 +17,7 @@ from convert_sources import (
     write_source,
 )
 
-from poss_jax.checkpoint.folder import load_draft, load_target
+from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import TOKENIZER_FILES, read_record
 from poss_jax.config.reading import UserError
 from poss_jax.convert.hf import parse_llama_config
@@ -54,22 +54,21 @@ def test_tied_head(tmp_path, head):
 
 
 def test_biases_and_explicit_head_dim(tmp_path):
-    config = parse_llama_config(
-        TINY | {"attention_bias": True, "mlp_bias": True, "head_dim": 6}, {}, origin="config"
-    )
+    values = {"attention_bias": True, "mlp_bias": True, "head_dim": 6}
+    config = parse_llama_config(TINY | values, {}, origin="config")
     tensors = draw({k: slot.shape for k, slot in slots_by_key(config).items()})
     assert tensors["model.layers.0.self_attn.q_proj.bias"].shape == (12,)
     assert tensors["model.layers.1.mlp.down_proj.bias"].shape == (8,)
-    folder = write_source(
-        tmp_path / "source", tensors, attention_bias=True, mlp_bias=True, head_dim=6
-    )
-    run("target", source=folder, output=tmp_path / "out")
+    run("target", source=write_source(tmp_path / "s", tensors, **values), output=tmp_path / "out")
     record, params = load_target(tmp_path / "out")
     assert record.config == config
     table = {
-        "model.layers.1.self_attn.k_proj.bias": ["layers", "1", "attention", "k", "bias"],
-        "model.layers.0.self_attn.o_proj.bias": ["layers", "0", "attention", "o", "bias"],
-        "model.layers.0.mlp.gate_proj.bias": ["layers", "0", "mlp", "gate", "bias"],
+        f"model.layers.1.{module}.{projection}_proj.bias": ["layers", "1", *path, "bias"]
+        for module, projection, *path in (
+            ("self_attn", "k", "attention", "k"),
+            ("self_attn", "o", "attention", "o"),
+            ("mlp", "gate", "mlp", "gate"),
+        )
     }
     assert_stored(params, table, tensors)
 
@@ -97,26 +96,6 @@ def test_old_rotary_buffers_are_dropped(tmp_path, capsys):
     folder = write_source(tmp_path / "source", target_tensors(**buffer))
     run("target", source=folder, output=tmp_path / "out")
     assert "not stored: follows from the config" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "flags", "spans", "depth", "method"),
-    [
-        (1, {}, (1,), 1, "eagle2"),
-        (1, {"trained_depth": 3}, (1,), 3, "hass"),
-        (2, {"positions_per_specialist": "3,3"}, (3, 3), 6, "poss3"),
-        (2, {"positions_per_specialist": "1,4", "trained_depth": 7}, (1, 4), 7, "poss14"),
-    ],
-)
-def test_spans_and_depth_tell_the_method(tmp_path, tiny, num_layers, flags, spans, depth, method):
-    tensors = draft_tensors(num_layers, **{"embed_tokens.weight": (16, 8)})
-    tensors["embed_tokens.weight"] = target_tensors()["model.embed_tokens.weight"]
-    source = write_source(tmp_path / "source", tensors)
-    run("draft", source=source, target=tiny / "target", output=tmp_path / "out", **flags)
-    record, params = load_draft(tmp_path / "out", target=read_record(tiny / "target"))
-    assert record.config.positions_per_specialist == spans
-    assert (record.config.trained_depth, record.method) == (depth, method)
-    assert params.keys() == {"fc", "specialists"}  # what it shares with the target is not stored
 
 
 @pytest.mark.parametrize("spans", [None, "3", "1,1,1"])

@@ -211,6 +211,7 @@ CACHED = f"models--HINT-lab--{PUBLISHED_NAME}/snapshots/" + 10 * "0a1b"
     ("name", "metadata", "flags", "spans", "depth", "lines"),
     [
         ("draft", {"positions_per_specialist": [1, 4], "trained_depth": 7}, {}, (1, 4), 7, []),
+        ("draft", None, {"positions_per_specialist": "1,4", "trained_depth": 7}, (1, 4), 7, []),
         (PUBLISHED_NAME, None, {}, (3, 3), 6, [f"matches HINT-lab/{PUBLISHED_NAME}"] * 2),
         (CACHED, None, {}, (3, 3), 6, [f"matches HINT-lab/{PUBLISHED_NAME}"] * 2),
         (

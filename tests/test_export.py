@@ -80,31 +80,28 @@ def assert_same_model(first: Path, second: Path):
 )
 def test_target_and_draft_come_back_bit_for_bit(tmp_path, dtype, form):
     flags = ["--bin"] if form == "bin" else []
-    target = target_tensors(dtype)
-    source = write_source(tmp_path / "source", target, eos_token_id=[3, 5], bos_token_id=1)
+    tensors = target_tensors(dtype)
+    source = write_source(tmp_path / "hf", tensors, eos_token_id=[3, 5], bos_token_id=1)
     (source / "tokenizer.json").write_text("{}")
     (source / "generation_config.json").write_text('{"eos_token_id": 7}')
-    draft = draft_tensors(2, dtype, **{"fc.bias": (8,)})
-    draft["embed_tokens.weight"] = target["model.embed_tokens.weight"]
-    write_source(tmp_path / "draft", draft, bias=True, rope_theta=1e4)
+    of_draft = draft_tensors(2, dtype, **{"fc.bias": (8,)})
+    of_draft["embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    write_source(tmp_path / "poss", of_draft, bias=True, rope_theta=1e4)
     spans = {"positions_per_specialist": "1,4", "trained_depth": 7}
-    for end in ("a", "b"):
-        folder = tmp_path / end
-        run("target", source=source, output=folder / "target")
-        there = {"target": folder / "target"}
-        run("draft", source=tmp_path / "draft", output=folder / "draft", **there, **spans)
-        source, spans = folder / "hf", {}
-        run("export", *flags, model=folder / "target", output=folder / "hf")
-        run("export", *flags, model=folder / "draft", output=tmp_path / f"poss-{end}", **there)
-        assert_same(read_folder(folder / "hf")[0], target)
-        assert_same(read_folder(tmp_path / f"poss-{end}")[0], draft)
-        if end == "a":
-            (tmp_path / "draft").rename(tmp_path / "first")
-            (tmp_path / "poss-a").rename(tmp_path / "draft")
-    assert_same_model(tmp_path / "a/target", tmp_path / "b/target")
-    assert_same_model(tmp_path / "a/draft", tmp_path / "b/draft")
-    assert (tmp_path / "b/hf/tokenizer.json").read_text() == "{}"
-    assert read_record(tmp_path / "b/target").llama.eos_token_ids == (7,)
+    first, again, exported = tmp_path / "first", tmp_path / "again", tmp_path / "exported"
+    for sources, models, known in ((tmp_path, first, spans), (exported, again, {})):
+        run("target", source=sources / "hf", output=models / "target")
+        there = {"target": models / "target"}
+        run("draft", source=sources / "poss", output=models / "draft", **there, **known)
+        if models == first:
+            run("export", *flags, model=first / "target", output=exported / "hf")
+            run("export", *flags, model=first / "draft", output=exported / "poss", **there)
+    assert_same(read_folder(exported / "hf")[0], tensors)
+    assert_same(read_folder(exported / "poss")[0], of_draft)
+    for family in ("target", "draft"):
+        assert_same_model(first / family, again / family)
+    assert (exported / "hf/tokenizer.json").read_text() == "{}"
+    assert read_record(again / "target").llama.eos_token_ids == (7,)
 
 
 def test_shared_keys_and_values_come_back(tmp_path, tiny, two):
@@ -265,17 +262,6 @@ def test_numbers_that_a_type_cannot_hold(tmp_path):
     with pytest.raises(UserError, match=r"lm_head\.weight holds numbers beyond float16"):
         run("export", model=tmp_path / "target", output=tmp_path / "out", dtype="float16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "target"]
-
-
-def test_interrupted_export_leaves_nothing(tmp_path, tiny):
-    def interrupted(arrays):
-        yield next(arrays)
-        raise KeyboardInterrupt
-
-    export = plan_export(tiny / "target")
-    with pytest.raises(KeyboardInterrupt):
-        write_export(tmp_path / "out", export, interrupted(export.arrays()), max_shard_bytes=1)
-    assert list(tmp_path.iterdir()) == []
 
 
 # --------------------------------------------------------------------------------------------------

@@ -94,16 +94,6 @@ def test_it_is_written_and_read(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, draft)
 
 
-def test_the_family_of_eagle_is_not_written(tmp_path):
-    """Folders of format version 1 name no family: theirs is EAGLE's."""
-    record = new_record(PLAIN, IDENTITY, tokenizer_from=None)
-    items = split_items(PLAIN, init_draft(PLAIN, jax.random.key(0)))
-    write_model(tmp_path / "draft", record, items, tokenizer_from=None)
-    assert read_record(tmp_path / "draft").draft.family == "eagle"
-    written = (tmp_path / "draft" / "model.json").read_text()
-    assert "gained" not in written and '"eagle"' not in written
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from gguf import GGUFValueType
 from gguf_files import write_out
 from gguf_texts import varied_texts
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
@@ -27,14 +28,7 @@ def write(path: Path, *, architecture="llama", **metadata):
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         name = "tokenizer.chat_template" if key == "chat_template" else f"tokenizer.ggml.{key}"
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        else:
-            writer.add_string(name, value)
+        writer.add_key_value(name, value, GGUFValueType.get_type(value))
     writer.add_tensor("x", np.zeros(1, np.float32))
     return write_out(writer, path)
 

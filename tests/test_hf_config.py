@@ -112,14 +112,12 @@ def test_rope_spellings(values, want):
         (scaled(LONGROPE, {"short_factor": [0, 1]}, **LONG), "short_factor.0: Input"),
         ({"max_position_embeddings": True}, "max_position_embeddings: want a count, got True"),
         ({"num_hidden_layers": True}, "num_hidden_layers: want a number, got True"),
-        ({"vocab_size": 2**31}, "vocab_size: Input should be less than 2147483648"),
         ({"hidden_act": "x" * 9000}, "hidden_act: want 'silu', got 'xxxxxxxxxxxx...xxxx"),
         ({"eos_token_id": {"a": 1}}, "eos_token_id: 0: Input should be a valid integer"),
         ({"pretraining_tp": 2}, "pretraining_tp: want 1, got 2"),
         ({"model_type": "gemma"}, "want one of llama, mistral, qwen2, qwen3, phi3, got 'gemma'"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"hidden_size": 10**12 + 1}, "hidden_size 1000000000001 is not a multiple of 2 heads"),
-        ({"num_attention_heads": 10**12}, "hidden_size 8 is not a multiple of 1000000000000 heads"),
         ({"eos_token_id": [1] * 65}, "eos_token_id: want at most 64, got 65"),
         ({"num_attention_heads": 0}, "num_attention_heads: Input should be greater than 0, got 0"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "not a multiple"),
@@ -148,7 +146,6 @@ def test_config_refusals(values, message):
         ([7, 8], 9, (9,)),
         (None, 9, (9,)),
         (None, None, ()),
-        ([7, 8], None, (7, 8)),
     ],
 )
 def test_stop_tokens_of_the_generation_config_win(config_ids, generation_ids, want):

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convert_sources import random_transformer
 from convert_sources import run as convert
 from jax import lax
 from models import random_target, random_tokens, stacked, tiny_llama
@@ -87,7 +86,31 @@ ROPES = {
 }
 
 
-# Model type, and what differs from the shape of `random_transformer`.
+def random_transformer(model_type: str = "llama", **changes):
+    """A random model of `transformers` in float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "vocab_size": 53,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8,
+    }
+    config = AutoConfig.for_model(model_type, **shape | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        width = parameter.shape[-1] if parameter.ndim == 2 else 25
+        is_scale = name.endswith("norm.weight")
+        torch.nn.init.normal_(parameter, mean=float(is_scale), std=width**-0.5)
+    return model
+
+
+# Model type, and what differs from the shape above.
 FAMILIES = {
     "llama": ("llama", {"num_key_value_heads": 4}),
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
