@@ -25,7 +25,7 @@ OLDEST := .venv-oldest
 VLLM := .venv-vllm
 SPECULATORS := .venv-speculators
 CLIENTS := .venv-clients
-TEXT_TESTS := $(addprefix tests/test_, text.py rendering.py chats.py)
+TEXT_TESTS := tests/test_text.py tests/test_chats.py
 
 # Every step of training asks the system for large buffers; large pages make that cheaper.
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1

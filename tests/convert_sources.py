@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main
 
+WEIGHTS = "model.safetensors"
 TINY = {
     "model_type": "llama",
     "vocab_size": 16,
@@ -85,16 +86,25 @@ def write_source(folder: Path, tensors, **config) -> Path:
     return folder
 
 
-def write_shards(folder: Path, tensors, num_shards=3) -> None:
+def write_shards(folder: Path, tensors, num_shards=3, *, save=save_file, name=WEIGHTS) -> None:
     """Spreads tensors over shards, round robin."""
-    (folder / "model.safetensors").unlink(missing_ok=True)
+    (folder / WEIGHTS).unlink(missing_ok=True)
+    stem, _, end = name.partition(".")
     weight_map = {}
     for index in range(num_shards):
-        name = f"model-{index + 1:05}-of-{num_shards:05}.safetensors"
+        shard = f"{stem}-{index + 1:05}-of-{num_shards:05}.{end}"
         part = dict(list(tensors.items())[index::num_shards])
-        save_file(part, folder / name)
-        weight_map |= dict.fromkeys(part, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        save(part, folder / shard)
+        weight_map |= dict.fromkeys(part, shard)
+    (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def save_bin(tensors, path: Path) -> None:
+    """Saves tensors as PyTorch does."""
+    import torch
+
+    wide = {key: torch.from_numpy(array.astype(np.float32)) for key, array in tensors.items()}
+    torch.save({k: t.to(getattr(torch, tensors[k].dtype.name)) for k, t in wide.items()}, path)
 
 
 def run(command, *switches, **flags):

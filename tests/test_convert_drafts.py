@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_sources import (
+    WEIGHTS,
     assert_stored,
     draft_keys,
     draft_tensors,
     run,
+    save_bin,
     write_shards,
     write_source,
 )
@@ -86,32 +88,11 @@ def with_all_layers_counted(tensors, config):
     return tensors, config | {"num_hidden_layers": len(layers)}
 
 
-def write_safetensors(folder, tensors):
-    save_file(tensors, folder / "model.safetensors")
-
-
-def write_bin(folder, tensors, num_shards=1):
-    import torch
-
-    state = {
-        k: torch.from_numpy(v.astype(np.float32)).to(getattr(torch, v.dtype.name))
-        for k, v in tensors.items()
-    }
-    if num_shards == 1:
-        torch.save(state, folder / "pytorch_model.bin")
-        return
-    weight_map = {key: f"pytorch_model-{n % num_shards}.bin" for n, key in enumerate(state)}
-    for name in set(weight_map.values()):
-        torch.save({k: state[k] for k in state if weight_map[k] == name}, folder / name)
-    index = folder / "pytorch_model.bin.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-
-
 FORMS = {
-    "safetensors": write_safetensors,
+    "safetensors": lambda folder, tensors: save_file(tensors, folder / WEIGHTS),
     "shards": write_shards,
-    "bin": write_bin,
-    "bin_shards": partial(write_bin, num_shards=3),
+    "bin": lambda folder, tensors: save_bin(tensors, folder / "pytorch_model.bin"),
+    "bin_shards": partial(write_shards, save=save_bin, name="pytorch_model.bin"),
 }
 LAYOUTS = [
     plain,

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from convert_sources import (
     TINY,
+    WEIGHTS,
     damages,
     draft_tensors,
     draw,
     fuse,
     refusal_of,
     run,
+    save_bin,
     target_tensors,
     write_shards,
     write_source,
@@ -45,8 +47,7 @@ from poss_jax.convert.tensors import slots_by_key
 from poss_jax.data.tokenizer import load_tokenizer
 
 KEY = "model.layers.1.mlp.up_proj.weight"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+INDEX = f"{WEIGHTS}.index.json"
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 
 # --------------------------------------------------------------------------------------------------
@@ -106,15 +107,16 @@ def doubled(name: str, key: str) -> Change:
     """A JSON file, or a header, that has a key and its value twice."""
 
     def change(folder: Path) -> None:
-        content = (folder / name).read_bytes()
-        is_weights = name.endswith(".safetensors")
-        end = 8 + int.from_bytes(content[:8], "little") if is_weights else len(content)
-        text = content[8:end].decode() if is_weights else content.decode()
-        entry = re.search(rf'"{re.escape(key)}":\s*(\{{[^}}]*\}}|[^,}}]*)', text)
-        assert entry is not None
-        twice = text.replace(entry[0], f"{entry[0]},{entry[0]}", 1).encode()
-        header = struct.pack("<Q", len(twice)) if is_weights else b""
-        (folder / name).write_bytes(header + twice + content[end:])
+        content, pattern = (
+            (folder / name).read_bytes(),
+            rf'"{re.escape(key)}":\s*(\{{.*?\}}|[^,}}]*)',
+        )
+        entry = next(re.finditer(pattern.encode(), content))[0]
+        content = content.replace(entry, entry + b"," + entry, 1)
+        if name == WEIGHTS:
+            size = int.from_bytes(content[:8], "little") + len(entry) + 1
+            content = struct.pack("<Q", size) + content[8:]
+        (folder / name).write_bytes(content)
 
     return change
 
@@ -526,11 +528,8 @@ def build(source: Path, family: str, form: str) -> None:
     if form == "shards":
         write_shards(source, tensors)
     elif form == "bin":
-        import torch
-
         (source / WEIGHTS).unlink()
-        state = {key: torch.from_numpy(value) for key, value in tensors.items()}
-        torch.save(state, source / "pytorch_model.bin")
+        save_bin(tensors, source / "pytorch_model.bin")
 
 
 def convert(source: Path, target: Path | None) -> tuple[Any, Any, dict[str, np.ndarray]]:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.convert.export import plan_export
 from poss_jax.convert.layouts import LAYOUTS, Outgoing
 from poss_jax.convert.plan import plan_draft
 from poss_jax.convert.tensors import slots_by_key
@@ -135,11 +133,13 @@ def changed(golden: Golden, **changes: Any) -> DraftConfig:
     return dataclasses.replace(golden.draft_config, layer=layer, **changes)
 
 
-def describe(golden: Golden, form: str, **changes: Any) -> dict[str, Any]:
+def describe(
+    golden: Golden, form: str, *, verifier: str | None = HUB_ID, **changes: Any
+) -> dict[str, Any]:
     """config.json of a changed draft in a layout."""
     config, vocabulary = changed(golden, **changes), golden.draft_record.draft_vocabulary
-    target = golden.target_record
-    return LAYOUT[form].describe(Outgoing("folder", config, vocabulary, target, "float32", HUB_ID))
+    draft = Outgoing("folder", config, vocabulary, golden.target_record, "float32", verifier)
+    return LAYOUT[form].describe(draft)
 
 
 def variant(golden: Golden, folder: Path, **changes: Any) -> Path:
@@ -272,21 +272,15 @@ def test_config_of_speculators(three: Golden) -> None:
     assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 80)
 
 
-def test_the_verifier_is_found_from_anywhere(three, tmp_path, monkeypatch) -> None:
+def test_the_verifier_is_found_from_anywhere(one, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    draft, target = three.draft_folder, three.target_folder
-    plan = partial(plan_export, draft, form="speculators", target=target, specialist=0)
-    with pytest.raises(
-        UserError, match=r"target is no Hub id or folder with config\.json; give --v"
-    ):
-        plan()
     Path("empty").mkdir()
-    with pytest.raises(
-        UserError, match=r"empty is no Hub id or folder with config\.json; give --ve"
-    ):
-        plan(verifier="empty")
-    run("export", model=target, output="hf")
-    verifier = plan(verifier="hf").config["speculators_config"]["verifier"]
+    for verifier, name in ((None, "target"), ("empty", "empty")):
+        message = rf"{name} is no Hub id or folder with config\.json; give --verifier"
+        with pytest.raises(UserError, match=message):
+            describe(one, "speculators", verifier=verifier)
+    run("export", model=one.target_folder, output="hf")
+    verifier = describe(one, "speculators", verifier="hf")["speculators_config"]["verifier"]
     assert verifier["name_or_path"] == str(tmp_path / "hf")
 
 

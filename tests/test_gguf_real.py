@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_sources import run
-from gguf_texts import varied_texts
+from gguf_files import varied_texts
 from models import stacked
 
 from poss_jax.checkpoint.folder import load_target
@@ -45,25 +45,12 @@ def target(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.mark.slow
+def test_logits_are_those_of_transformers(target):
     import torch
     from transformers import AutoModelForCausalLM
 
-    assert _FOLDER is not None
     model = AutoModelForCausalLM.from_pretrained(_FOLDER, gguf_file=NAME, dtype=torch.float32)
-    return model.eval()
-
-
-def logits_of(model, ids):
-    import torch
-
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].float().numpy()
-
-
-@pytest.mark.slow
-def test_logits_are_those_of_transformers(target, model):
     record, params = load_target(target, jnp.float32)
     tokenizer = load_tokenizer(target)
     for count in (1, 2, 4, 8):
@@ -73,10 +60,10 @@ def test_logits_are_those_of_transformers(target, model):
             for role, text in (("user", question), ("assistant", question.upper()))
         ]
         ids = tokenizer.apply_chat_template(messages, return_dict=False)
-        got = linear(
-            encode(stacked(params), record.llama, jnp.array([ids])), params["head"]["weight"]
-        )
-        want = logits_of(model, ids)
+        features = encode(stacked(params), record.llama, jnp.array([ids]))
+        got = linear(features, params["head"]["weight"])
+        with torch.no_grad():
+            want = model.eval()(torch.tensor([ids])).logits[0].float().numpy()
         print(f"{len(ids)} tokens: at most {np.abs(got[0] - want).max():.1e} of {np.ptp(want):.0f}")
         np.testing.assert_allclose(got[0], want, rtol=0, atol=2e-4)
         np.testing.assert_array_equal(got[0].argmax(-1), want.argmax(-1))
@@ -91,18 +78,14 @@ def test_tokens_are_those_of_transformers(target):
     texts = varied_texts()
     assert len(set(texts)) >= 200
     assert any(theirs(text).input_ids != ours(text).input_ids for text in texts)
-    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    digits, byte_level = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     for text in texts:
         ids = theirs(text).input_ids
         assert ours(text).input_ids == ids, text
         assert ours.decode(ids) == text
     chat = [{"role": "user", "content": "Hi"}]
     for asks in (True, False):
-        assert ours.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=asks
-        ) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks)
+        settings = {"tokenize": False, "add_generation_prompt": asks}
+        written = [made.apply_chat_template(chat, **settings) for made in (ours, theirs)]
+        assert written[0] == written[1]

@@ -9,8 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGUFValueType
-from gguf_files import write_out
-from gguf_texts import varied_texts
+from gguf_files import varied_texts, write_out
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
