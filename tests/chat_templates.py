@@ -21,7 +21,7 @@ class Kind:
     """
 
     text: str | dict[str, str]
-    ends: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ("</s>",)
     specials: tuple[str, ...] = ()
     eos: str | None = None
     bos: str = "<s>"
@@ -217,11 +217,10 @@ KINDS = {
             user="{{ bos_token }}[INST] {{ '<<SYS>>\n' ~ s ~ '<</SYS>>\n\n' if s and "
             "loop.index0 < 2 }}{{ m.content | trim }} [/INST]",
             assistant=" {{ m.content | trim }} {{ eos_token }}",
-        ),
-        ("</s>",),
+        )
     ),
     "llama-2, strict": Kind(
-        each(INST.replace("{% else %}", "{% else %}" + REFUSE), first="{{ bos_token }}"), ("</s>",)
+        each(INST.replace("{% else %}", "{% else %}" + REFUSE), first="{{ bos_token }}")
     ),
     "llama-3": Kind(
         each(L3_HEAD + "{{ m.content | trim }}<|eot_id|>", L3_ASK, first="{{ bos_token }}"),
@@ -248,8 +247,7 @@ KINDS = {
             user="### Instruction:\n{{ m.content }}\n\n",
             assistant="### Response:\n{{ m.content }}{{ eos_token }}\n\n",
             system="{{ m.content }}\n\n",
-        ),
-        ("</s>",),
+        )
     ),
     "vicuna": Kind(
         by_turn(
@@ -258,8 +256,7 @@ KINDS = {
             user="USER: {{ m.content }} ",
             assistant="ASSISTANT: {{ m.content }}{{ eos_token }}",
             system="{{ m.content }} ",
-        ),
-        ("</s>",),
+        )
     ),
     # Mistral
     "mistral": Kind(each(INST, first="{{ bos_token }}"), ("</s>",), MISTRAL),
@@ -299,17 +296,14 @@ KINDS = {
         ("<|im_start|>", "<|im_sep|>"),
         eos="<|endoftext|>",
     ),
-    "zephyr": Kind(
-        each("<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n", "<|assistant|>\n"), ("</s>",)
-    ),
+    "zephyr": Kind(each("<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n", "<|assistant|>\n")),
     "tulu": Kind(
         by_turn(
             "<|assistant|>\n",
             assistant="<|assistant|>\n{{ m.content }}{{ eos_token if loop.last else '</s>' }}"
             "{{ '' if loop.last else '\n' }}",
             other="<|{{ m.role }}|>\n{{ m.content }}\n",
-        ),
-        ("</s>",),
+        )
     ),
     "gemma": gemma(system=REFUSE, other="<turn>{{ m.role }}\n" + GEMMA_TEXT),
     "gemma, system in the question": gemma(
@@ -396,10 +390,9 @@ KINDS = {
     ),
     "eos between turns": Kind(
         each("{{ m.role }}: {{ m.content }}{{ '' if loop.last else eos_token }}", "</s>assistant:"),
-        ("</s>",),
         cannot_find=True,
     ),
-    "no roles": Kind(each("{{ m.content }}{{ eos_token }}"), ("</s>",), cannot_find=True),
+    "no roles": Kind(each("{{ m.content }}{{ eos_token }}"), cannot_find=True),
     "system message moved": Kind(
         FOLDED
         + by_turn(
@@ -412,7 +405,6 @@ KINDS = {
     ),
     "upper case": Kind(
         each("{{ m.role | upper }}: {{ m.content | upper }}{{ eos_token }}", "ASSISTANT: "),
-        ("</s>",),
         refused="want questions and answers written as they are",
     ),
     "one turn only": im(

@@ -152,14 +152,9 @@ def target_keys(num_layers):
         "lm_head.weight": ["head", "weight"],
     }
     for i in range(num_layers):
-        table[f"model.layers.{i}.input_layernorm.weight"] = [
-            "layers",
-            str(i),
-            "input_norm",
-            "scale",
-        ]
-        for key, path in LAYER_KEYS.items():
-            table[f"model.layers.{i}.{key}"] = ["layers", str(i), *path]
+        layer, path = f"model.layers.{i}", ["layers", str(i)]
+        table[f"{layer}.input_layernorm.weight"] = [*path, "input_norm", "scale"]
+        table |= {f"{layer}.{key}": [*path, *place] for key, place in LAYER_KEYS.items()}
     return table
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from convert_sources import (
     assert_stored,
     draft_tensors,
     draw,
+    refusal_of,
     run,
     target_keys,
     target_tensors,
@@ -100,12 +102,14 @@ def test_old_rotary_buffers_are_dropped(tmp_path, capsys):
     assert "not stored: follows from the config" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("spans", [None, "3", "1,1,1"])
-def test_spans_must_cover_the_layers(tmp_path, tiny, spans):
-    source = write_source(tmp_path / "source", draft_tensors(2))
+@pytest.mark.parametrize(
+    ("name", "spans"), [("s", None), ("s", "3"), ("s", "1,1,1"), ("PosS1-Llama2-13B-Chat", None)]
+)
+def test_spans_must_cover_the_layers(tmp_path, tiny, name, spans):
+    source = write_source(tmp_path / name, draft_tensors(2))
     flags = {"positions_per_specialist": spans} if spans else {}
-    with pytest.raises(UserError, match=r"2 specialists.*--positions-per-specialist 3,3"):
-        run("draft", source=source, target=tiny / "target", output=tmp_path / "out", **flags)
+    message = refusal_of(source, "draft", target=tiny / "target", **flags)
+    assert re.search(r"2 specialists.*--positions-per-specialist 3,3", message)
 
 
 def test_target_of_a_draft_must_be_a_target(tmp_path, tiny):

@@ -250,14 +250,14 @@ def test_every_parameter_has_a_place_on_a_mesh(name: str) -> None:
     assert jax.tree.structure(place_tree(draft, mesh)) == jax.tree.structure(draft)
 
 
+WIDE = {"layer": tiny_llama(num_layers=1, hidden_size=96), "target_size": 32}
+WIDE |= {"has_embedding": True}
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        (
-            {"layer": tiny_llama(num_layers=1, hidden_size=96), "target_size": 32}
-            | {"has_embedding": True},
-            "hidden_size 96: want another width than the target's",
-        ),
+        (WIDE, "hidden_size 96: want another width than the target's"),
         ({"aux_layers": ()}, "at least two layers of the target, got 0"),
         ({"aux_layers": (1,)}, "at least two layers of the target, got 1"),
         ({"fc_norm": "each", "aux_layers": (0, 1)}, "fc_norm each: want 3 layers of the target,"),

@@ -81,9 +81,7 @@ def test_a_draft_of_one_layer_comes_back(form, one, tmp_path, capsys) -> None:
     layer = "layers.0" if form == "speculators" else "midlayer"
     want = SHARED | {f"{layer}.{key}" for key in LAYER}
     want |= {"embed_tokens.weight"} if form in ("specforge", "speculators") else set()
-    want |= (
-        {"d2t", "t2d"} if form == "specforge" else set()
-    )  # vLLM takes none, SpecForge wants them
+    want |= {"d2t", "t2d"} if form == "specforge" else set()  # which wants them, vLLM takes none
     assert tensors.keys() == want
     if "d2t" in want:
         assert tensors["t2d"].all() and not tensors["d2t"].any()
@@ -174,14 +172,6 @@ OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm
         ("speculators", PARALLEL, {"mask_token_id": 7, "speculators_model_type": "peagle"}),
         ("speculators", {"window": 64, "num_sinks": 0}, {"embed_requires_grad": False}),
         ("speculators", NARROW, {"target_hidden_size": 128, "embed_requires_grad": True}),
-        (
-            "sglang",
-            {"aux_layers": (1, 3, 7)},
-            {
-                "eagle_aux_hidden_state_layer_ids": [1, 3, 7],
-                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]},
-            },
-        ),
     ],
 )
 def test_variants_are_read_as_they_were_described(form, changes, said, one, tmp_path) -> None:
