@@ -132,6 +132,13 @@ HARMONY_TURN = by_role(
 )
 PIPES = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>")
 PIPE_TURN = "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n"
+
+
+def phi(text: str) -> Kind:
+    """A template of Phi-3."""
+    return Kind(text, ("<|end|>",), PIPES, eos="<|endoftext|>")
+
+
 PLAIN = by_role(
     user="User: {{ m.content }}\n\n",
     assistant="Assistant: {{ m.content }}{{ eos_token }}",
@@ -275,18 +282,8 @@ KINDS = {
         LAST_ASKED + each(MISTRAL_TOOLS, first="{{ bos_token }}"), ("</s>",), MISTRAL
     ),
     # Others
-    "phi-3": Kind(
-        each(PIPE_TURN, "<|assistant|>\n", last="{{ eos_token }}"),
-        ("<|end|>",),
-        PIPES,
-        eos="<|endoftext|>",
-    ),
-    "phi-3, marks with a bos": Kind(
-        each(PIPE_TURN, "<|assistant|>\n", first="{{ bos_token }}"),
-        ("<|end|>",),
-        PIPES,
-        eos="<|endoftext|>",
-    ),
+    "phi-3": phi(each(PIPE_TURN, "<|assistant|>\n", last="{{ eos_token }}")),
+    "phi-3, marks with a bos": phi(each(PIPE_TURN, "<|assistant|>\n", first="{{ bos_token }}")),
     "phi-4": Kind(
         each(
             "<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>",

@@ -398,7 +398,6 @@ def test_sources_that_are_none(tmp_path, tiny):
 @pytest.mark.parametrize(
     "arguments",
     [
-        "",
         "frobnicate",
         "target --source x",
         "target --source x --output y --dtype int8",
@@ -491,10 +490,8 @@ def test_every_chunk_is_looked_at(monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Damaged sources: one clear error, or the result of the intact ones.
 #
-# Every file that a conversion reads is cut at random places and has random bits flipped. Where
-# SHA256SUMS names it, that is the whole truth. Without, safetensors have no checksums: a
-# bit flipped in their data changes the one number it is in, and nothing else; a digit flipped in a
-# config changes the config, and no weight.
+# Files are cut at random places and have random bits flipped. Without SHA256SUMS a bit flipped in
+# the data of safetensors changes the one number it is in, a digit in a config the config alone.
 
 NUM_CASES = 20
 FILES = [

@@ -68,10 +68,6 @@ def convert(golden: Golden, source: Path, output: Path) -> Path:
     return output
 
 
-def embedding(golden: Golden) -> Any:
-    return np.asarray(load_item(golden.target_folder, golden.target_record, "embed")["weight"])
-
-
 @pytest.mark.parametrize("form", SINGLE)
 def test_a_draft_of_one_layer_comes_back(form, one, tmp_path, capsys) -> None:
     out = export(one, tmp_path / "out", format=form)
@@ -86,7 +82,7 @@ def test_a_draft_of_one_layer_comes_back(form, one, tmp_path, capsys) -> None:
     if "d2t" in want:
         assert tensors["t2d"].all() and not tensors["d2t"].any()
     if "embed_tokens.weight" in want:
-        np.testing.assert_array_equal(tensors["embed_tokens.weight"], embedding(one))
+        np.testing.assert_array_equal(tensors["embed_tokens.weight"], one.target["embed"]["weight"])
 
 
 @pytest.mark.parametrize(
@@ -298,13 +294,10 @@ def test_every_engine_reads_the_layers_of_the_draft(layers, form, reader, one) -
     assert READERS[reader](describe(one, form, aux_layers=layers)) == list(layers)
 
 
-def test_draft_of_a_tied_target_has_a_head_of_its_own(one: Golden) -> None:
-    config = describe(one, "speculators", layer={"tie_embeddings": True})
+def test_heads_and_keys_of_the_official_layout(one: Golden) -> None:
+    config = describe(one, "speculators", layer={"tie_embeddings": True})  # its head is its own
     inner = config["transformer_layer_config"]
     assert config["tie_word_embeddings"] is inner["tie_word_embeddings"] is False
-
-
-def test_config_of_the_official_layout(one: Golden) -> None:
     config = describe(one, "eagle3")
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["tie_word_embeddings"] is False and config["num_hidden_layers"] == 1

@@ -101,15 +101,12 @@ def test_it_is_written_and_read(tmp_path):
         ({"has_embedding": True}, "has_embedding: the family eagle has no such drafts; leave it"),
         ({"mask_token": 3}, "mask_token: the family eagle has no such drafts; leave it out"),
         ({"layers_per_specialist": [2]}, "layers_per_specialist: the family eagle has no such"),
-        (
-            {"family": "mtp", "positions_per_specialist": [1, 1], "layers_per_specialist": [2]},
-            "layers_per_specialist: the family mtp has no such drafts",
-        ),
         ({"fc_bias": 7}, "config: fc_bias: Input should be a valid boolean"),
     ],
 )
 def test_a_record_that_does_not_fit_its_family_is_refused(tmp_path, changes, message):
     values = config_to_dict(new_record(PLAIN, IDENTITY, tokenizer_from=None))
+    assert "family" not in values["config"]  # as in folders of format version 1: EAGLE's
     values["config"] |= changes
     (tmp_path / "model.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=rf"model\.json: {message}"):

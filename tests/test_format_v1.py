@@ -17,7 +17,6 @@ from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.writing import verify_model
 from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
-from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.engine import Engine
 from poss_jax.model.parameters import item_shapes, join_items
 
@@ -80,12 +79,6 @@ def test_records_and_arrays(folder):
     assert (draft_record.method, draft_record.kv) == ("poss12", "per_specialist")
     assert_same(load_target(folder / "target")[1], params_of(TARGET))
     assert_same(load_draft(folder / "draft", target=record)[1], params_of(DRAFT))
-
-
-def test_tokenizer(folder):
-    tokenizer = load_tokenizer(folder / "target")
-    text = "a small tokenizer, and bytes: \u00e9"
-    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
 def test_decoding(folder):

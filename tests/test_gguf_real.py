@@ -30,12 +30,8 @@ pytestmark = [
 
 QUESTIONS = """What is the capital of France?
 Write a haiku about the sea.
-Explain photosynthesis to a child.
-If I have 3 apples and eat one, how many are left?
 Translate "good morning" into Spanish.
-Write a Python function that reverses a string.
-Give me a recipe for pancakes.
-What should I pack for a trip to Norway in winter?""".splitlines()
+Write a Python function that reverses a string.""".splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +49,7 @@ def test_logits_are_those_of_transformers(target):
     model = AutoModelForCausalLM.from_pretrained(_FOLDER, gguf_file=NAME, dtype=torch.float32)
     record, params = load_target(target, jnp.float32)
     tokenizer = load_tokenizer(target)
-    for count in (1, 2, 4, 8):
+    for count in (1, 2, 4):
         messages = [
             {"role": role, "content": text}
             for question in QUESTIONS[:count]

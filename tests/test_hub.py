@@ -123,17 +123,14 @@ UNKNOWN = "no folder {} here, and the Hub shows no such model; check the name, a
 BRANCH = "owner/tiny --revision no-such-branch"
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
+def test_refusals_say_what_to_do(fetched):
+    for source, message in (
         (BRANCH, "the Hub has no owner/tiny at revision no-such-branch; give one of its branches"),
         ("owner/missing", UNKNOWN.format("owner/missing")),
         ("owner/private", UNKNOWN.format("owner/private")),
         ("owner/gated", "owner/gated is gated: accept its terms on the model's page, and set HF_"),
-    ],
-)
-def test_refusals_say_what_to_do(fetched, source, message):
-    assert fetched.said[source].startswith(message)
+    ):
+        assert fetched.said[source].startswith(message)
 
 
 def test_token_is_sent(fetched):
