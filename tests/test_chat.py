@@ -67,24 +67,18 @@ def test_the_program_answers_the_lines_of_a_pipe(runs, monkeypatch, capsys) -> N
     assert "x as fast; the texts are equal" in captured.out and "never" not in captured.out
 
 
-def test_answers_join_the_conversation(engine, capsys) -> None:
-    chat = chat_session(engine)
-    said(capsys, chat, FIRST["content"], SECOND["content"])
-    first = {"role": "assistant", "content": answer(engine, [FIRST])}
-    asked = [FIRST, first, SECOND]
-    second = {"role": "assistant", "content": answer(engine, asked, index=1)}
-    assert chat.turns == [*asked, second]
-
-
-def test_a_line_says_how_fast_an_answer_was_and_compare_repeats_it(engine, capsys) -> None:
-    chat = chat_session(engine)
-    text = answer(engine, [FIRST]).split("\n")
+def test_answers_join_the_conversation_and_compare_repeats_the_last(engine, capsys) -> None:
+    chat, text = chat_session(engine), answer(engine, [FIRST])
     *shown, line = said(capsys, chat, FIRST["content"])
-    assert shown == text
+    assert shown == text.split("\n")
     assert re.fullmatch(rf"{N} tokens in _ s, _ tokens/s, \d\.\d\d tokens per pass", line)
     *again, line, ratio = said(capsys, chat, "/compare")
-    assert again == text and line.endswith(", 1.00 tokens per pass")
+    assert again == shown and line.endswith(", 1.00 tokens per pass")
     assert ratio == "with drafts _ s, without _ s: _ x as fast; the texts are equal"
+    said(capsys, chat, SECOND["content"])
+    asked = [FIRST, {"role": "assistant", "content": text}, SECOND]
+    second = {"role": "assistant", "content": answer(engine, asked, index=1)}
+    assert chat.turns == [*asked, second]
 
 
 def test_reset_and_system_begin_anew(engine, capsys) -> None:
@@ -176,25 +170,22 @@ def answered(ids: list[int], *, seconds: float, is_stopped: bool = False) -> Ans
 
 
 @pytest.mark.parametrize(
-    ("ids", "is_stopped", "line"),
+    ("ids", "is_stopped", "texts"),
     [
-        ([1, 2, 3, 4], False, "1.0 s, without 2.0 s: 2.00 x as fast; the texts are equal"),
-        (
-            [1, 2, 9, 4],
-            False,
-            "1.0 s, without 2.0 s: 2.00 x as fast; the texts differ from token 3 on, as near ties "
-            "can",
-        ),
-        (
-            [1, 2],
-            True,
-            "2.0 tokens/s, without 2.0 tokens/s: 1.00 x as fast; the texts are equal for 2 tokens",
-        ),
+        ([1, 2, 3, 4], False, "the texts are equal"),
+        ([1, 2, 9, 4], False, "the texts differ from token 3 on, as near ties can"),
+        ([1, 2], True, "the texts are equal for 2 tokens"),
     ],
 )
-def test_comparison(ids: list[int], is_stopped: bool, line: str) -> None:
-    drafted = answered(ids, seconds=1, is_stopped=is_stopped)
-    assert compare(drafted, answered([1, 2, 3, 4], seconds=2)) == f"with drafts {line}"
+def test_comparison(ids: list[int], is_stopped: bool, texts: str) -> None:
+    drafted, plain = (
+        answered(ids, seconds=1, is_stopped=is_stopped),
+        answered([1, 2, 3, 4], seconds=2),
+    )
+    costs = (
+        "2.0 tokens/s, without 2.0 tokens/s: 1.00" if is_stopped else "1.0 s, without 2.0 s: 2.00"
+    )
+    assert compare(drafted, plain) == f"with drafts {costs} x as fast; {texts}"
     free = compare(drafted, answered([5], seconds=2), has_own_texts=True)
     assert free.endswith("; sampled drafts change the text")
 

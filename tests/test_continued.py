@@ -222,23 +222,18 @@ def test_offsets_of_log_probabilities_go_on() -> None:
 
 
 def test_a_request_without_seed_or_limit() -> None:
+    """A broken stream waits for a server that says its limit."""
     servers = Servers(3)
+    servers.about = [httpx.ConnectError("refused"), 503] * 2
     body = asked(max_tokens=None)
     del body["seed"]
     events = run(servers, body, max_new_tokens=5)
-    assert servers.bodies[0]["seed"] == servers.bodies[1]["seed"]
-    assert servers.bodies[1]["max_tokens"] == 3
-    assert texts(events) == [text_of(answer_of(servers.bodies[0]["seed"], [1, 2, 3], 5))]
-
-
-def test_a_broken_stream_waits_for_a_server_that_says_its_limit() -> None:
-    servers = Servers(3)
-    servers.about = [httpx.ConnectError("refused"), 503] * 2
-    events = run(servers, asked(max_tokens=None), max_new_tokens=5)
-    assert texts(events) == [text_of(answer_of(5, [1, 2, 3], 5))] and not servers.about
+    first, second = servers.bodies
+    assert first["seed"] == second["seed"] and second["max_tokens"] == 3 and not servers.about
+    assert texts(events) == [text_of(answer_of(first["seed"], [1, 2, 3], 5))]
     servers = Servers(3)
     servers.about = [503] * 50
-    *_, error = run(servers, asked(max_tokens=None), max_new_tokens=5)
+    *_, error = run(servers, body, max_new_tokens=5)
     assert error["error"]["message"] == "no server takes the rest, status 503"
 
 

@@ -74,7 +74,6 @@ def cut_at(text: str, places: Sequence[int]) -> list[str]:
     ("form", "answer", "text", "calls"),
     [
         ("hermes", "It is\n warm. ", "It is\n warm. ", []),
-        ("hermes", HERMES(json.dumps(LISBON)), "", [LISBON]),
         (
             "hermes",
             "Let me look. \n" + HERMES(json.dumps(LISBON)) + "\n" + HERMES(json.dumps(PORTO)),
@@ -91,10 +90,8 @@ def cut_at(text: str, places: Sequence[int]) -> list[str]:
         ("llama3", '{"name": "Ann", "age": 4}', '{"name": "Ann", "age": 4}', []),
         ("llama3", "So: " + json.dumps(LOOK), "So: " + json.dumps(LOOK), []),
         ("llama3", MARK + "weather.call(1)", MARK + "weather.call(1)", []),
-        ("mistral", "[TOOL_CALLS]" + json.dumps([LISBON, PORTO]), "", [LISBON, PORTO]),
         ("mistral", "Well [TOOL_CALLS] " + json.dumps([LISBON]), "Well", [LISBON]),
         ("mistral", "a [1] [TOOL", "a [1] [TOOL", []),
-        ("mistral", f"[TOOL_CALLS][{json.dumps(LISBON)}] Done. ", "Done. ", [LISBON]),
         ("mistral", f"So\n[TOOL_CALLS][{json.dumps(LISBON)}] [{{", "So\n [{", [LISBON]),
         ("mistral", f"[TOOL_CALLS][{json.dumps(LISBON)}, 7]", None, []),
         (
