@@ -19,10 +19,14 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
-from poss_jax import Engine
+from poss_jax import Engine, Generation
 from poss_jax.config.decoding import EngineConfig, SamplingConfig, ServeConfig
+from poss_jax.engine.batch import RoundKind
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Scheduler
+from poss_jax.engine.slots import Slots
 from poss_jax.serving.app import create_app
 from poss_jax.serving.requests import Job, add_guides, submit_grammar
 from poss_jax.serving.server import DrainingServer, listen, make_server
@@ -94,14 +98,25 @@ class Served:
         return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
+class WithoutGrammars(Slots):
+    """Slots whose rounds for grammars are not compiled, which takes long."""
+
+    def rare_kinds(self, size: int) -> list[RoundKind]:
+        return [kind for kind in super().rare_kinds(size) if not kind.is_guided]
+
+
 @contextmanager
-def serving(engine: Engine, *, api_key: str | None = None, **settings: Any) -> Iterator[Served]:
+def serving(
+    engine: Engine, *, api_key: str | None = None, has_grammars: bool = False, **settings: Any
+) -> Iterator[Served]:
     """Serves a tiny engine until the block ends."""
-    given = {"model_name": MODEL, "batch_size": 4, "slots": (1, 4), "max_logprobs": 5}
+    given = {"model_name": MODEL, "batch_size": 4, "slots": (4,), "max_logprobs": 5}
     config = ServeConfig(**(given | settings))
-    app = create_app(config, engine)
-    server = make_server(app, config, api_key=api_key)
-    with closing(listen("127.0.0.1", 0)) as sock:
+    with pytest.MonkeyPatch.context() as patch, closing(listen("127.0.0.1", 0)) as sock:
+        if not has_grammars:
+            patch.setattr("poss_jax.serving.app.Slots", WithoutGrammars)
+        app = create_app(config, engine)
+        server = make_server(app, config, api_key=api_key)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         until(lambda: server.started or not thread.is_alive())
@@ -169,6 +184,14 @@ class Tokenising(Engine):
 def guided(engine: Engine, job: Job) -> Job:
     """A job whose grammar is compiled, as the service does it."""
     return add_guides(job, submit_grammar(engine, job.grammar)) if job.grammar else job
+
+
+def decode_each(engine: Engine, prompts: Sequence[PreparedPrompt]) -> list[Generation]:
+    """Answers of the engine, each beside a prompt that has all settings: one program for all."""
+    settings = SamplingConfig(temperature=1.0, frequency_penalty=0.5, logit_bias={5: 1.0})
+    other = PreparedPrompt([5], 1, settings)
+    pairs = [item for prompt in prompts for item in (prompt, other)]
+    return engine.decode(pairs, batch_size=2)[::2]
 
 
 def until(is_so: Callable[[], Any], seconds: float = 60.0) -> None:

@@ -39,13 +39,19 @@ def compilations():
 
 
 def test_a_second_call_of_the_same_shape_compiles_nothing(engine, compilations):
-    engine.generate([[1, 2, 3]], max_new_tokens=5)
+    settings = [
+        SamplingConfig(temperature=1, seed=3),
+        SamplingConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.2),
+        SamplingConfig(),
+    ]
+    call = {"max_new_tokens": 9, "batch_size": 2}
+    engine.generate([[1, 2, 3], [4]], sampling=[settings[0], settings[2]], **call)
     assert compilations
     compilations.clear()
-    engine.generate([[4, 5, 6, 7, 8]], max_new_tokens=9)
-    engine.generate([[1] * 90], max_new_tokens=30)
+    engine.generate([[4, 5]] * 6, sampling=[*settings, *settings], **call)
+    engine.generate([[1] * 90] * 2, sampling=settings[0], **call | {"max_new_tokens": 30})
     assert not compilations
-    engine.generate([[1] * 200], max_new_tokens=9)
+    engine.generate([[1] * 200] * 2, sampling=settings[0], **call)
     assert compilations
 
 
@@ -59,20 +65,6 @@ def test_what_is_compiled_beforehand_is_not_compiled_again(engine, compilations)
     assert not compilations
     with pytest.raises(UserError, match="precompile: want 2 to 512 tokens, got 513"):
         engine.precompile([513])
-
-
-def test_other_settings_compile_nothing(engine, compilations):
-    settings = [
-        SamplingConfig(temperature=1, seed=3),
-        SamplingConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.2),
-        SamplingConfig(),
-    ]
-    call = {"max_new_tokens": 5, "batch_size": 2}
-    engine.generate([[1, 2, 3], [4]], sampling=[settings[0], settings[2]], **call)
-    assert compilations
-    compilations.clear()
-    engine.generate([[4, 5]] * 6, sampling=[*settings, *settings], **call)
-    assert not compilations
 
 
 LLAMA = tiny_llama(vocab_size=64, max_position_embeddings=128)
@@ -91,9 +83,6 @@ def answers(engine: Engine) -> list[Any]:
 @pytest.mark.parametrize(
     "draft, vocabulary, tied",
     [
-        pytest.param(None, None, False, id="plain", marks=pytest.mark.slow),
-        pytest.param(EAGLE, None, True, id="tied", marks=pytest.mark.slow),
-        pytest.param(EAGLE, EVEN, False, id="vocabulary", marks=pytest.mark.slow),
         pytest.param(EAGLE, EVEN, True, id="vocabulary of a tied head"),
         pytest.param(EAGLE3, None, False, id="eagle3"),
     ],

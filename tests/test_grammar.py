@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,19 +26,14 @@ from poss_jax.engine.scoring import score_prompt
 
 LEAST_ROWS = 128
 EOS, VOCAB = 1, len(BYTE_LEVEL)
-LLAMA = tiny_llama(vocab_size=VOCAB, max_position_embeddings=400, eos_token_ids=(EOS,))
-LAYER = replace(LLAMA, num_layers=1)
-POSS = DraftConfig(layer=LAYER, positions_per_specialist=(1, 2))
-E3 = DraftConfig(
-    layer=LAYER,
-    positions_per_specialist=(2,),
-    family="eagle3",
-    kv="shared",
-    aux_layers=(0, 1),
-    head_size=128,
-)
+LENGTH = {"max_position_embeddings": 400}
+LLAMA = tiny_llama(vocab_size=VOCAB, num_layers=1, eos_token_ids=(EOS,), **LENGTH)
+POSS = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
+SHARED = {"family": "eagle3", "kv": "shared", "aux_layers": (0, 0), "head_size": 128}
+E3 = DraftConfig(layer=LLAMA, positions_per_specialist=(2,), **SHARED)
 TREE = TreeConfig(depth=3, top_k=4, total_tokens=12)
 CHAIN = TreeConfig(depth=3, top_k=1, total_tokens=4)
+SMALL = TreeConfig(depth=2, top_k=2, total_tokens=5)
 PERSON = {
     "type": "object",
     "properties": {
@@ -165,13 +159,13 @@ def test_certain_tokens_are_nobodys_drafts(has_draft: bool) -> None:
     """They come with the rounds, but count as accepted no more than the target's own tokens."""
     engine = draw_engine(TREE if has_draft else None).with_tree(TREE, lookup=6)
     prompt = prepare_all(engine)[0]
-    chunks = list(engine.decode_rounds(prompt))
-    whole, depths = chunks[-1].answer, [depth for chunk in chunks for depth in chunk.depths]
-    assert whole is not None and len(whole.output_ids) > 2 * len(whole.accepted_per_round)
-    assert max(depths) <= TREE.depth and min(depths) == 0
-    assert sum(whole.accepted_per_round) == (sum(map(bool, depths)) if has_draft else 0)
     scheduler = Scheduler(make_slots(engine))
     try:
+        chunks = list(scheduler.submit(prompt))
+        whole, depths = chunks[-1].answer, [depth for chunk in chunks for depth in chunk.depths]
+        assert whole is not None and len(whole.output_ids) > 2 * len(whole.accepted_per_round)
+        assert max(depths) <= TREE.depth and min(depths) == 0
+        assert sum(whole.accepted_per_round) == (sum(map(bool, depths)) if has_draft else 0)
         for length in range(1, len(whole.output_ids), 3):  # cut among certain tokens, too
             *_, last = scheduler.submit(prompt._replace(max_new_tokens=length))
             assert last.answer is not None and last.answer.output_ids == whole.output_ids[:length]
@@ -185,10 +179,10 @@ def test_certain_tokens_are_nobodys_drafts(has_draft: bool) -> None:
 def test_a_grammar_wins_over_a_least_length(temperature: float) -> None:
     """Neither is a stop token allowed that the grammar forbids, nor one forbidden that it wants."""
     engine = draw_engine(TREE)
-    sampling = SamplingConfig(temperature=temperature, min_tokens=20, seed=2)
+    sampling = SamplingConfig(temperature=temperature, min_tokens=20, logit_bias={5: 1.0}, seed=2)
     grammar, stop_ids = Grammar.choice(["yes", "no", "never"]), [EOS, *ids("q")]
     prompt = grammar.constrain(engine.prepare([5, 7], 30, sampling, stop_ids=stop_ids), engine)
-    (answer,) = engine.decode([prompt])
+    (answer,) = engine.decode([prompt], batch_size=4)
     assert answer.text in ("yes", "no", "never") and answer.output_ids[-1] == EOS
 
 

@@ -135,44 +135,17 @@ TOOL = {
 CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
 
 
-def calls_of(kind: str, *, is_forced: bool, is_single: bool = False) -> Grammar:
-    form, tools = FORMS["hermes"], [{"type": "function", "function": TOOL}]
-    marks = marks_of(tokenizer_of(kind), form, with_text=is_forced)
-    return call_grammar(form, tools, marks, is_forced=is_forced, is_single=is_single)
-
-
 @pytest.mark.parametrize("kind", POOL)
 @pytest.mark.parametrize("is_single", [True, False])
 def test_forced_calls_are_written_with_their_marks(kind: str, is_single: bool) -> None:
-    grammar = calls_of(kind, is_forced=True, is_single=is_single)
+    form, tools = FORMS["hermes"], [{"type": "function", "function": TOOL}]
+    marks = marks_of(tokenizer_of(kind), form, with_text=True)
+    grammar = call_grammar(form, tools, marks, is_forced=True, is_single=is_single)
     tokens, tokenizer = write(kind, grammar, np.random.default_rng(0)), tokenizer_of(kind)
     text = tokenizer.decode(tokens, skip_special_tokens=False)
     assert text == f"<tool_call>\n{CALL}\n</tool_call>"
     if kind != "plain":
-        marks = ids_of(kind, ["<tool_call>", "</tool_call>"])
-        assert [tokens[0], tokens[-1]] == marks
-
-
-@pytest.mark.parametrize("kind", POOL)
-def test_a_strict_tool_may_be_called_and_then_has_its_schema(kind: str) -> None:
-    guide, mask = (
-        compiler(kind).submit(calls_of(kind, is_forced=False)).result(60),
-        no_masks(VOCAB_SIZE),
-    )
-    for token in spell(tokenizer_of(kind), "hi <tool_call>"):
-        guide.fill(mask)
-        assert token in allowed(mask)
-        guide.advance([token])
-    written: list[int] = []
-    while True:
-        guide.fill(mask)
-        choices = allowed(mask)
-        if STOP in choices:
-            break
-        written.append(choices[0])
-        guide.advance(choices[:1])
-    text = tokenizer_of(kind).decode(written, skip_special_tokens=False)
-    assert text == f"\n{CALL}\n</tool_call>"
+        assert [tokens[0], tokens[-1]] == ids_of(kind, ["<tool_call>", "</tool_call>"])
 
 
 def test_text_that_no_token_writes_is_refused_at_once() -> None:

@@ -371,7 +371,7 @@ def test_speculators_computes_the_same_logits(name, folder, of_speculators, mode
 def test_clients_of_the_server(report: list[dict[str, str]]) -> None:
     engine = Engine.load(python_model("target"), settings=EngineConfig(max_length=1024))
     engine.tokenizer.chat_template = tokenizer_of("chatml, tools").chat_template
-    with serving(engine) as served:
+    with serving(engine, has_grammars=True) as served:
         rows = json.loads(peer("clients", "clients", served.url).splitlines()[-1])
     report += [
         {"peer": row["client"], "what": row["what"], "result": row["result"]} for row in rows

@@ -5,19 +5,20 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from unittest.mock import MagicMock
 
 import jax
 import numpy as np
 import pytest
 from models import certain_pair, make_engine, tiny_llama
-from serving import until
+from serving import decode_each, until
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine import models, slots, steps
-from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
+from poss_jax.engine.answers import Chunk, Generation, LiveAnswer
 from poss_jax.engine.batch import RoundKind
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
@@ -57,19 +58,27 @@ def engine() -> Engine:
     return draw_engine()
 
 
+def make_slots(engine: Engine, *sizes: int) -> Slots:
+    """Slots of the same shapes, so that all tests share their programs; they keep five blocks."""
+    block_bytes = 4 * 2 * 64 * LLAMA.num_kv_heads * LLAMA.head_dim * 3  # the target's, two streams
+    settings = {"max_length": 300, "max_logprobs": 3, "max_prefix_bytes": 5 * block_bytes}
+    return Slots(engine, sizes=sizes, **settings)
+
+
 @pytest.fixture(scope="module")
 def warm(engine: Engine) -> Iterator[Scheduler]:
-    scheduler = Scheduler(Slots(engine, sizes=(1, 2, 4), max_length=300))
+    """A scheduler that compiles nothing after its warm-up, whatever is asked of it."""
+    scheduler = Scheduler(make_slots(engine, 2, 4))
     scheduler.warm_up()
     yield scheduler
-    assert scheduler.error is None
+    assert scheduler.error is None and scheduler.stats.compilations == 0
     scheduler.close()
 
 
 @pytest.fixture
 def cold(engine: Engine) -> Iterator[Scheduler]:
     """A scheduler of two slots that compiles as it goes."""
-    scheduler = Scheduler(Slots(engine, sizes=(2,), max_length=300), max_queue=3)
+    scheduler = Scheduler(make_slots(engine, 2), max_queue=3)
     yield scheduler
     scheduler.close()
 
@@ -88,7 +97,7 @@ def draw_prompts(engine: Engine, count: int, seed: int = 0) -> list[PreparedProm
 
 
 def alone(engine: Engine, prompt: PreparedPrompt) -> Generation:
-    return engine.decode([prompt])[0]
+    return decode_each(engine, [prompt])[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,15 +105,14 @@ def alone(engine: Engine, prompt: PreparedPrompt) -> Generation:
 
 
 def test_a_step_ends_with_a_text_and_the_next_one_waits_for_the_host(engine: Engine):
-    slots = Slots(engine, sizes=(2,), max_length=100)
-    program = RoundKind(tree=None)
+    slots, kind = make_slots(engine, 4), RoundKind(tree=None)
     for slot, limit in enumerate((3, 60)):
         slots.begin(PreparedPrompt([1, 2, 3], limit, stop_ids=()))
         slots.extend(0, 1)
         slots.insert(slot)
 
     def run(texts: Sequence[int]) -> tuple[int, int]:
-        short, long = read_rounds(slots.run(program, texts, num_rounds=20))
+        short, long, *_ = read_rounds(slots.run(kind, texts, num_rounds=20))
         return len(short), len(long)
 
     assert run((0, 1)) == (2, 2)
@@ -119,16 +127,14 @@ def test_a_step_ends_with_a_text_and_the_next_one_waits_for_the_host(engine: Eng
 def test_choices_of_a_prompt_read_it_once(engine, warm, monkeypatch):
     extend = MagicMock(side_effect=steps.extend)
     monkeypatch.setattr(steps, "extend", extend)
-    one = engine.prepare([1 + i % 60 for i in range(30)], 9)
-    choices = [one._replace(sampling=SamplingConfig(temperature=1, seed=i)) for i in range(5)]
-    compiled = warm.stats.compilations
+    prompt = engine.prepare([1 + i % 60 for i in range(30)], 9)
+    choices = [prompt._replace(sampling=SamplingConfig(temperature=1, seed=i)) for i in range(5)]
     check_texts(engine, warm, choices)
     assert extend.call_count == 1 + len(choices)  # `alone` reads each
     extend.reset_mock()
-    mixed = [one, one._replace(max_new_tokens=8), engine.prepare([7], 9), one]
+    mixed = [prompt, prompt._replace(max_new_tokens=8), engine.prepare([7], 9), prompt]
     check_texts(engine, warm, mixed)
     assert extend.call_count == 3 + len(mixed)
-    assert warm.stats.compilations == compiled
 
 
 def check_texts(engine: Engine, scheduler: Scheduler, prompts: Sequence[PreparedPrompt]) -> None:
@@ -138,14 +144,7 @@ def check_texts(engine: Engine, scheduler: Scheduler, prompts: Sequence[Prepared
         assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
 
 
-def test_many_kinds_of_requests_compile_nothing(engine: Engine, warm: Scheduler, caplog):
-    for burst in range(14):  # twice each number of prompts
-        prompts = draw_prompts(engine, 1 + burst % 7, seed=burst)
-        streams = [warm.submit(prompt) for prompt in prompts]
-        for stream in streams:
-            list(stream)
-    assert warm.stats.compilations == 0
-
+def test_what_is_compiled_after_the_warm_up_is_counted(warm: Scheduler, caplog) -> None:
     def compile_another() -> None:
         jax.jit(lambda x: x + 1).lower(1.0).compile()
 
@@ -182,29 +181,38 @@ def test_texts_are_the_same_without_drafts(engine: Engine, warm: Scheduler):
         assert prompt.drafts or not any(answer.accepted_per_round)
     (answer,) = engine.decode(prompts[:1])
     assert not any(answer.accepted_per_round)
-    assert warm.stats.compilations == 0
+
+
+def test_shared_beginnings_of_prompts_change_no_text(engine: Engine, warm: Scheduler):
+    """Blocks of some are dropped while others are read; some requests are cancelled."""
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, 61, 230).tolist()
+    begins = [text[:150], text[:80], text[100:230], text[7:8]]
+    prompts = [
+        PreparedPrompt(begin + rng.integers(0, 61, 20).tolist(), 20, replace(settings, seed=seed))
+        for seed, (settings, begin) in enumerate(product(SETTINGS[2:5], begins))
+    ]
+    drawn = [SamplingConfig(temperature=1, seed=i) for i in range(3)]
+    prompts += [prompts[0]._replace(sampling=sampling) for sampling in drawn]
+    prompts = [prompts[i] for i in rng.permutation(len(prompts))]
+    num_cached = warm.stats.cached_tokens
+    streams = [warm.submit(prompt) for prompt in prompts]
+    for stream in streams[::5]:
+        stream.cancel()
+    for index, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+        answer = [*stream][-1].answer
+        assert index % 5 == 0 or answer.output_ids == alone(engine, prompt).output_ids
+    assert warm.stats.cached_tokens > num_cached
+    assert 0 < len(warm._slots.prefixes) <= warm._slots.prefixes.most == 5
 
 
 def test_the_draft_rests_if_nobody_wants_it(engine: Engine):
-    slots = Slots(engine, sizes=(1, 2), max_length=100)
-    one = PreparedPrompt([1], 5, drafts=False)
-    others = [one._replace(drafts=True), one._replace(guide=MagicMock())]
-    chosen = [slots.choose_kind([it], has_logprobs=False) for it in (one, *others)]
-    assert [program.is_draftless for program in chosen] == [True, False, False]
-    slots.resize(2, ())
-    assert not slots.choose_kind([one, one], has_logprobs=False).is_draftless
-
-
-def test_stop_ids_are_those_of_the_request(engine: Engine, warm: Scheduler):
-    prompt = engine.prepare([3, 4, 5], 30)
-    text = alone(engine, prompt).output_ids
-    stop = text[9]
-    prompts = [prompt._replace(stop_ids=ids) for ids in ([stop], [], [60, stop])]
-    streams = [warm.submit(one) for one in prompts]
-    first, whole, also = ([*stream][-1].answer for stream in streams)
-    cut = text[: text.index(stop) + 1]
-    assert first.output_ids == also.output_ids == cut and first.stop_reason == "stop"
-    assert whole.output_ids == text and whole.stop_reason == "length"
+    slots, prompt = make_slots(engine, 2, 4), PreparedPrompt([1], 5, drafts=False)
+    others = [prompt._replace(drafts=True), prompt._replace(guide=MagicMock())]
+    kinds = [slots.choose_kind([item], has_logprobs=False) for item in (prompt, *others)]
+    assert [kind.is_draftless for kind in kinds] == [True, False, False]
+    slots.resize(4, ())
+    assert not slots.choose_kind([prompt, prompt], has_logprobs=False).is_draftless
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -217,14 +225,7 @@ def test_a_text_is_continued_anywhere(engine: Engine, warm: Scheduler, settings:
         assert alone(engine, rest).output_ids == text[count:]
 
 
-def test_penalties_count_the_continued_tokens(engine: Engine):
-    settings = SamplingConfig(frequency_penalty=2.0)
-    text = alone(engine, engine.prepare([7, 8, 9], 30, settings)).output_ids
-    forgetful = PreparedPrompt([7, 8, 9, *text[:15]], 15, settings)
-    assert alone(engine, forgetful).output_ids != text[15:]
-
-
-@pytest.mark.parametrize("interval", [0.0, 0.002, 60.0])
+@pytest.mark.parametrize("interval", [0.0, 60.0])
 def test_chunks_are_gathered(engine: Engine, warm: Scheduler, interval: float):
     prompts = draw_prompts(engine, 3, seed=4)
     answers = [alone(engine, prompt) for prompt in prompts]
@@ -280,8 +281,8 @@ async def read_all(*streams: Ticket, tokens: list[int], interval: float = 0.0) -
         tokens.extend(item[1].output_ids)
 
 
-@pytest.mark.parametrize("num_parts", [0, 1, 3])
-@pytest.mark.parametrize("behind", [[], [END], [PART, END], [Closed("later")]])
+@pytest.mark.parametrize("num_parts", [0, 3])
+@pytest.mark.parametrize("behind", [[], [PART, END], [Closed("later")]])
 @pytest.mark.parametrize("interval", [0.0, 0.02])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_text_comes_before_the_error_that_ended_it(engine, num_parts, behind, interval, is_late):
@@ -316,25 +317,6 @@ def test_text_comes_before_the_error_that_ended_it(engine, num_parts, behind, in
     assert tokens == [3] * num_parts
 
 
-def test_an_answer_whose_grammar_fails_ends_with_its_error(engine, cold, monkeypatch):
-    add, num_rounds = LiveAnswer.add, 0
-
-    def failing(answer: LiveAnswer, new: Round) -> Chunk:
-        nonlocal num_rounds
-        num_rounds += 1
-        if num_rounds == 4:
-            raise UserError("structured_outputs: too complex")
-        return add(answer, new)
-
-    prompt, tokens = engine.prepare([1, 2], 200), list[int]()
-    whole = alone(engine, prompt).output_ids
-    monkeypatch.setattr(LiveAnswer, "add", failing)
-    with pytest.raises(UserError, match="too complex"):
-        asyncio.run(read_all(cold.submit(prompt), tokens=tokens))
-    assert len(tokens) >= 3 and tokens == whole[: len(tokens)]
-    assert cold.stats.finished == {"cancelled": 1} and cold.num_running == 0
-
-
 # --------------------------------------------------------------------------------------------------
 # Comings and goings
 
@@ -358,29 +340,40 @@ def test_a_request_ends_at_its_deadline(engine: Engine, cold: Scheduler):
     assert last.answer.stop_reason == "cancelled" and last.answer.output_ids == []
 
 
-def test_a_full_queue_refuses(engine: Engine, cold: Scheduler):
-    prompt = engine.prepare([1, 2], 250)
-    streams = []
-    with pytest.raises(QueueFull, match="3 requests are waiting"):
+def test_a_full_queue_takes_all_of_a_request_or_nothing(engine: Engine, cold: Scheduler):
+    many = [engine.prepare([i], 8) for i in range(1, 6)]
+    streams = cold.submit_all(many)  # more than may wait, but nobody waits
+    with pytest.raises(QueueFull):
+        cold.submit_all(many)
+    with pytest.raises(QueueFull, match="requests are waiting"):
         for _ in range(20):
-            streams.append(cold.submit(prompt))
-    for stream in streams:
-        assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
+            streams.append(cold.submit(many[0]._replace(max_new_tokens=250)))
+    answers = [[*stream][-1].answer for stream in streams]
+    assert cold.stats.finished == {"length": len(streams)}
+    for prompt, answer in zip(many, answers, strict=False):
+        assert answer.output_ids == alone(engine, prompt).output_ids
 
 
-def test_what_cannot_fit_is_refused_at_once(engine: Engine, cold: Scheduler):
+def test_what_a_slot_cannot_hold_is_refused_at_once(engine: Engine, cold: Scheduler):
     with pytest.raises(PromptTooLong, match="prompt of 100 tokens and 201 new ones do not fit"):
         cold.submit(engine.prepare([1] * 100, 201))
-    with pytest.raises(UserError, match="lower batch_size or max_length, or raise cache_gib"):
-        Slots(engine, sizes=(4,), max_cache_bytes=1000)
+    prompt = engine.prepare([1, 2, 3], 4)
+    biased = SamplingConfig(logit_bias=dict.fromkeys(range(301), 1.0))
+    with pytest.raises(UserError, match=r"^logit_bias: want at most 300 tokens, got 301$"):
+        cold.submit(prompt._replace(sampling=biased))
+    with pytest.raises(UserError, match=r"^stop_ids: want at most 16 tokens, got 17$"):
+        cold.submit(prompt._replace(stop_ids=range(17)))
+    assert len(list(cold.submit(prompt._replace(stop_ids=range(16))))) >= 1
 
 
 def test_memory_is_counted_while_a_batch_grows(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UserError, match="lower batch_size or max_length, or raise cache_gib"):
+        Slots(engine, sizes=(4,), max_cache_bytes=1000)
     monkeypatch.setattr(slots, "cache_bytes", lambda *_: 1)
-    Slots(engine, sizes=(4,), max_length=64, max_cache_bytes=4 + 1)
-    Slots(engine, sizes=(1, 4), max_length=64, max_cache_bytes=1 + 4 + 1)
-    with pytest.raises(UserError, match="batches of 1, 4 answers of 64 tokens need"):
-        Slots(engine, sizes=(1, 4), max_length=64, max_cache_bytes=1 + 4)
+    Slots(engine, sizes=(4,), max_length=300, max_cache_bytes=4 + 1)
+    Slots(engine, sizes=(2, 4), max_length=300, max_cache_bytes=2 + 4 + 1)
+    with pytest.raises(UserError, match="batches of 2, 4 answers of 300 tokens need"):
+        Slots(engine, sizes=(2, 4), max_length=300, max_cache_bytes=2 + 4)
 
 
 def test_draining_finishes_what_was_taken(engine: Engine, cold: Scheduler):
@@ -400,53 +393,24 @@ def test_closing_cancels(engine: Engine, cold: Scheduler):
     assert {[*stream][-1].answer.stop_reason for stream in streams} == {"cancelled"}
 
 
-def test_an_error_reaches_those_who_wait(engine: Engine, cold: Scheduler, monkeypatch):
-    def fail(*args: object) -> None:
-        raise MemoryError("no memory")
+class Panic(BaseException):
+    pass
 
-    monkeypatch.setattr(cold._slots, "run", fail)
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [(Slots, "run", MemoryError), (Slots, "begin", Panic), (LiveAnswer, "cancel", ValueError)],
+)
+def test_a_failure_ends_the_thread_and_is_told(engine, monkeypatch, owner, method, error):
+    monkeypatch.setattr(owner, method, MagicMock(side_effect=error))
+    scheduler = Scheduler(make_slots(engine, 2))
+    prompt, timeout = engine.prepare([1, 2], 30), 0 if method == "cancel" else 60
     with pytest.raises(Closed):
-        list(cold.submit(engine.prepare([1, 2], 30)))
-    assert isinstance(cold.error, MemoryError)
+        list(scheduler.submit(prompt, timeout=timeout))
+    assert isinstance(scheduler.error, error)
     with pytest.raises(Closed):
-        cold.submit(engine.prepare([1, 2], 30))
-    assert not cold.drain()
-
-
-def test_more_biases_and_stop_ids_than_slots_have_room_for_are_refused(engine, warm):
-    biases = dict.fromkeys(range(301), 1.0)
-    prompt = engine.prepare([1, 2, 3], 4)
-    with pytest.raises(UserError, match=r"^logit_bias: want at most 300 tokens, got 301$"):
-        warm.submit(prompt._replace(sampling=SamplingConfig(logit_bias=biases)))
-    with pytest.raises(UserError, match=r"^stop_ids: want at most 16 tokens, got 17$"):
-        warm.submit(prompt._replace(stop_ids=range(17)))
-    assert len(list(warm.submit(prompt._replace(stop_ids=range(16))))) >= 1
-    assert warm.error is None
-
-
-def test_a_text_whose_cancelling_fails_is_told_too(engine, cold, monkeypatch):
-    def fail(self: LiveAnswer) -> None:
-        raise ValueError("a tokenizer's own")
-
-    monkeypatch.setattr(LiveAnswer, "cancel", fail)
-    stream = cold.submit(engine.prepare([1, 2, 3], 200), timeout=0)
-    with pytest.raises(Closed):
-        list(stream)
-
-
-def test_a_panic_ends_the_thread_and_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    class Panic(BaseException):
-        pass
-
-    def begin(self: Slots, prompt: PreparedPrompt) -> None:
-        raise Panic
-
-    monkeypatch.setattr(Slots, "begin", begin)
-    scheduler = Scheduler(Slots(engine, sizes=(1,)))
-    stream = scheduler.submit(engine.prepare([1, 2, 3], 4))
-    with pytest.raises(Closed):
-        list(stream)
-    assert isinstance(scheduler.error, Panic)
+        scheduler.submit(prompt)
+    assert not scheduler.drain()
     scheduler.close()
 
 
@@ -474,28 +438,19 @@ def test_other_weights_while_a_prompt_is_half_read(engine, warm, monkeypatch):
     assert not update.is_alive()
 
 
-def test_requests_that_are_submitted_together_are_taken_or_refused_together(engine, cold):
-    many = [engine.prepare([i], 8) for i in range(1, 6)]
-    streams = cold.submit_all(many)  # more than may wait, but nobody waits
-    with pytest.raises(QueueFull):
-        cold.submit_all(many)
-    assert all([*stream][-1].answer.stop_reason == "length" for stream in streams)
-    assert cold.stats.finished == {"length": len(many)}
-
-
 def test_other_weights_after_what_runs_has_ended(engine: Engine, warm: Scheduler):
     expected, other = engine.with_tree(TREES), draw_engine(seed=4)
     prompt = engine.prepare([1, 2, 3], 40)
     before = warm.submit(prompt)
     first = next(iter(before)).output_ids
     warm.update_weights(draw_pair(seed=4)[0])
-    compiled = warm.stats.compilations  # fusing layers took some
+    warm.stats.compilations = 0  # fusing layers took some
     try:
         after = warm.submit(prompt)
         rest = [token for chunk in before for token in chunk.output_ids]
         assert first + rest == alone(expected, prompt).output_ids
         assert [*after][-1].answer.output_ids == alone(other, prompt).output_ids
-        assert warm.stats.compilations == compiled
+        assert warm.stats.compilations == 0
         with pytest.raises(UserError):
             warm.update_weights({})
         with pytest.MonkeyPatch.context() as patch:
@@ -505,4 +460,5 @@ def test_other_weights_after_what_runs_has_ended(engine: Engine, warm: Scheduler
         assert [*warm.submit(prompt)][-1].answer.output_ids == alone(other, prompt).output_ids
     finally:
         warm.update_weights(draw_pair(seed=0)[0])
+        warm.stats.compilations = 0
     assert [*warm.submit(prompt)][-1].answer.output_ids == alone(expected, prompt).output_ids

@@ -47,7 +47,11 @@ def last_event(lines: Iterator[str]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_sigterm_finishes_what_was_begun(runs: Runs) -> None:
-    with serving(runs) as (program, client):
+    with serving(runs, "--model-name", "mine") as (program, client):
+        assert "<html" in client.get("/").text.lower()
+        until(lambda: '"path": "/"' in program.said)
+        entry = next(json.loads(line) for line in program.said.splitlines() if line[:1] == "{")
+        assert (entry["method"], entry["status"]) == ("GET", 200) and entry["id"]
         until(lambda: is_ready(client), seconds=200)
         with client.stream("POST", PATH, json=STREAMED) as stream:
             lines = stream.iter_lines()
@@ -97,15 +101,6 @@ def test_a_second_signal_waits_for_nothing(runs: Runs) -> None:
         until(lambda: "draining" in program.said)
         program.process.send_signal(signal.SIGTERM)
         assert program.process.wait(1) in (0, 128 + signal.SIGTERM)
-
-
-@pytest.mark.slow
-def test_the_page_and_the_log(runs: Runs) -> None:
-    with serving(runs, "--model-name", "mine") as (program, client):
-        assert "<html" in client.get("/").text.lower()
-        until(lambda: '"path": "/"' in program.said)
-        entry = next(json.loads(line) for line in program.said.splitlines() if line[:1] == "{")
-        assert (entry["method"], entry["status"]) == ("GET", 200) and entry["id"]
 
 
 @pytest.mark.parametrize("take", [socket.create_server, lambda place: listen(*place)])

@@ -15,18 +15,17 @@ import numpy as np
 import openai
 import pytest
 from programs import Runs
-from serving import MODEL, Served, serving, until
+from serving import MODEL, Served, decode_each, serving, until
 
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.decoding import EngineConfig, SamplingOptions
-from poss_jax.engine.batch import RoundKind
 from poss_jax.engine.prompts import fold_seed, prompt_seed
-from poss_jax.engine.slots import Slots
 from poss_jax.model.documents import encode
 from poss_jax.model.target import stack_layers
 from poss_jax.serving.service import Service
 
+LEAST_ROWS = 256  # one program decodes all prompts offline
 N = 24
 PROMPTS = ["def area_7", "def area_1_1(width, heig"]
 CHAT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "def area_7"}]
@@ -46,20 +45,6 @@ SETTINGS = [
 
 
 TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
-
-
-class WithoutGrammars(Slots):
-    """Slots without rounds for grammars: test_structured_outputs.py has a server with them."""
-
-    def rare_kinds(self, size: int) -> list[RoundKind]:
-        return [kind for kind in super().rare_kinds(size) if not kind.is_guided]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_grammars() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poss_jax.serving.app.Slots", WithoutGrammars)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +88,13 @@ def texts(reply: Any) -> list[str]:
     return [found[index] for index in range(len(found))]
 
 
-def offline(engine: Engine, prompts: list[Any], options: Any = (), **more: Any) -> list[Generation]:
+def offline(engine: Engine, prompts: list[Any], options: Any = ()) -> list[Generation]:
     given = dict(options)
     settings = SamplingConfig(**given | {"seed": fold_seed(given.get("seed", 0))})
     seeds = [prompt_seed(settings.seed, index) for index in range(len(prompts))]
-    sampling = [replace(settings, seed=seed) for seed in seeds]
-    return engine.generate(prompts, **({"max_new_tokens": N, "sampling": sampling} | more))
+    chosen = [replace(settings, seed=seed) for seed in seeds]
+    pairs = zip(prompts, chosen, strict=True)
+    return decode_each(engine, [engine.prepare(prompt, N, sampling) for prompt, sampling in pairs])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,18 +220,18 @@ def test_stop_tokens(served: Served, client: openai.OpenAI) -> None:
     assert reply.choices[0].prompt_token_ids == served.engine.encode(PROMPTS[0])
 
 
-@pytest.mark.parametrize("known", [0, 3, 9])
-def test_a_least_number_of_tokens(served: Served, client: openai.OpenAI, known: int) -> None:
+def test_a_least_number_of_tokens(served: Served, client: openai.OpenAI) -> None:
+    """Continued tokens count, and nothing stops an answer before."""
     (eos,) = served.engine.stop_ids
-    prompt = served.engine.encode(PROMPTS[0]) + [5] * known
-    options = {"min_tokens": 7, "continued_tokens": known, "return_token_ids": True}
+    prompt = served.engine.encode(PROMPTS[0]) + [5] * 3
+    options = {"min_tokens": 7, "continued_tokens": 3, "return_token_ids": True}
     reply = complete(client, prompt, logit_bias={str(eos): 100}, **options)
-    assert reply.usage.completion_tokens == max(7 - known, 0) + 1
+    assert reply.usage.completion_tokens == 7 - 3 + 1
     assert reply.choices[0].finish_reason == "stop"
     (whole,) = offline(served.engine, [prompt])
     stop = served.engine.tokenizer.decode(whole.output_ids[:1])
     found = complete(client, prompt, stop=stop, **options).choices[0]
-    assert len(found.token_ids) > 7 - known
+    assert len(found.token_ids) > 7 - 3
     assert found.token_ids == whole.output_ids[: len(found.token_ids)]
 
 
@@ -338,32 +324,27 @@ def test_logprobs_of_a_completion(served: Served, client: openai.OpenAI, target:
         assert [value for part in parts for value in part] == getattr(found, name)
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_logprobs_of_an_echo_are_those_of_the_answer(served, client, is_streamed) -> None:
+def test_logprobs_of_an_echo_are_those_of_the_answer(served, client) -> None:
     """Evaluators ask for prompts alone; the first token has no log-probability."""
     options = {"logprobs": 3, "temperature": 1.0, "seed": SEED, "return_token_ids": True}
     answer = complete(client, PROMPTS[0], **options).choices[0]
-    ids = answer.prompt_token_ids + answer.token_ids
-    asked = {"echo": True, "logprobs": 3, "stream": is_streamed}
-    for count in (0, 1):
-        reply = complete(client, ids, max_tokens=count, **asked)
-        choices = [
-            choice for event in (reply if is_streamed else [reply]) for choice in event.choices
-        ]
-        found = [choice.logprobs for choice in choices if choice.logprobs]
+    ids, begin = answer.prompt_token_ids + answer.token_ids, len(answer.prompt_token_ids)
+    for count, is_streamed in product((0, 1), (False, True)):
+        asked = {"max_tokens": count, "echo": True, "logprobs": 3, "stream": is_streamed}
+        reply = complete(client, ids, **asked)
+        events = list(reply) if is_streamed else [reply]
+        choices = [choice for event in events for choice in event.choices]
+        shown = [choice.logprobs for choice in choices if choice.logprobs]
         tokens, values, best = (
-            [one for part in found for one in getattr(part, name)]
+            [value for logprobs in shown for value in getattr(logprobs, name)]
             for name in ("tokens", "token_logprobs", "top_logprobs")
         )
         assert len(tokens) == len(ids) + count and (values[0], best[0]) == (None, None)
-        num_prompt = len(answer.prompt_token_ids)
         expected = answer.logprobs
-        assert tokens[num_prompt : len(ids)] == expected.tokens
-        scored = values[num_prompt : len(ids)]
-        np.testing.assert_allclose(scored, expected.token_logprobs, atol=1e-5)
-        for own, other in zip(best[num_prompt : len(ids)], expected.top_logprobs, strict=True):
-            assert list(own) == list(other)
-            np.testing.assert_allclose(list(own.values()), list(other.values()), atol=1e-5)
+        assert tokens[begin : len(ids)] == expected.tokens
+        np.testing.assert_allclose(values[begin : len(ids)], expected.token_logprobs, atol=1e-5)
+        for own, other in zip(best[begin : len(ids)], expected.top_logprobs, strict=True):
+            assert own == pytest.approx(other, abs=1e-5) and list(own) == list(other)
         text = "".join(choice.text for choice in choices)
         assert text.startswith(PROMPTS[0] + answer.text) and choices[-1].finish_reason == "length"
         if not is_streamed:
@@ -391,23 +372,17 @@ def test_prompt_logprobs(served: Served, client: openai.OpenAI, target: Any) -> 
 
 def test_usage(served: Served, client: openai.OpenAI) -> None:
     num_prompt = sum(len(served.engine.encode(prompt)) for prompt in PROMPTS)
-    before = served.metric("poss:spec_decode_num_accepted_tokens_total")
-    whole = complete(client, PROMPTS, n=2, max_tokens=N)
-    assert whole.usage.prompt_tokens == num_prompt
-    assert whole.usage.completion_tokens == 4 * N
-    assert whole.usage.total_tokens == num_prompt + 4 * N
-    accepted = whole.usage.speculation["accepted_tokens"]
-    assert accepted == sum(whole.usage.speculation["accepted_per_position"]) > 0
-    after = served.metric("poss:spec_decode_num_accepted_tokens_total")
-    assert after - before == accepted
-    options = {"stream": True, "n": 2, "max_tokens": N}
+    options = {"n": 2, "max_tokens": N}
+    whole = complete(client, PROMPTS, **options).usage
+    counts = (whole.prompt_tokens, whole.completion_tokens, whole.total_tokens)
+    assert counts == (num_prompt, 4 * N, num_prompt + 4 * N)
+    positions = whole.speculation["accepted_per_position"]
+    assert whole.speculation["accepted_tokens"] == sum(positions) > 0
+    options["stream"] = True
     *events, last = complete(client, PROMPTS, stream_options={"include_usage": True}, **options)
-    assert last.choices == [] and last.usage.model_dump() == whole.usage.model_dump()
+    assert last.choices == [] and last.usage.model_dump() == whole.model_dump()
     assert all(event.usage is None for event in events)
-    assert all(
-        not hasattr(event, "usage") or event.usage is None
-        for event in complete(client, PROMPTS, **options)
-    )
+    assert not any(getattr(event, "usage", None) for event in complete(client, PROMPTS, **options))
 
 
 def test_an_answer_carries_its_acceptance_as_in_vllm(served: Served, client: openai.OpenAI) -> None:

@@ -34,12 +34,11 @@ STREAM = request_bytes("/v1/completions", LONG | {"stream": True}, AUTH)
 
 @pytest.fixture(scope="module")
 def served(runs: Runs) -> Iterator[Served]:
-    """A server of one slot, with a key and a short queue."""
+    """A server with a key and a short queue."""
     tree = TreeConfig(depth=3, top_k=2, total_tokens=6)  # the same programs as in test_serving
     engine = Engine.load(runs.model("target"), runs.model("poss2"), EngineConfig(tree=tree))
-    small = {"batch_size": 1, "slots": (1,), "max_queue": 2, "max_body_mib": 0.25}
-    sampling = SamplingOptions(temperature=0.0)
-    with serving(engine, api_key=KEY, sampling=sampling, **small) as served:
+    small = {"max_queue": 2, "max_body_mib": 0.25, "sampling": SamplingOptions(temperature=0.0)}
+    with serving(engine, api_key=KEY, has_grammars=True, **small) as served:
         until(lambda: served.service.is_ready, seconds=300)
         yield served
         assert served.scheduler.error is None
@@ -113,10 +112,11 @@ def test_a_client_that_leaves_while_it_waits(served: Served) -> None:
 
 @contextmanager
 def flood(served: Served, num_waiting: int) -> Iterator[None]:
-    """Clients of which one is answered, and the others wait."""
+    """Clients that are answered in all slots, and others that wait."""
     with ExitStack() as stack:
-        stack.enter_context(closing(served.connect(STREAM)))
-        until(lambda: is_running(served))
+        for number in range(served.scheduler.num_slots):
+            stack.enter_context(closing(served.connect(STREAM)))
+            until(lambda number=number: served.scheduler.num_running == number + 1)
         for _ in range(num_waiting):
             stack.enter_context(closing(served.connect(STREAM)))
         until(lambda: served.scheduler.num_waiting == num_waiting)

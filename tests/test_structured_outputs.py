@@ -9,11 +9,10 @@ import pytest
 from openai import OpenAI
 from serving import MODEL, Served, Tokenising, guided, serving, until
 from test_asking import user
-from test_grammar import PERSON, draw_engine
+from test_grammar import PERSON, SMALL, draw_engine
 from tokenizer_pool import VOCAB_SIZE, spell, tokenizer_of
 
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
-from poss_jax.config.models import TreeConfig
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.guides import GrammarState
 from poss_jax.serving.bodies import ApiError, CompletionRequest
@@ -21,7 +20,6 @@ from poss_jax.serving.requests import read_completion
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 EOS = 1
-TREE = TreeConfig(depth=2, top_k=2, total_tokens=5)
 
 
 @pytest.fixture(scope="module", params=["added", "special", "fallback", "plain"])
@@ -132,8 +130,11 @@ def test_deep_grammars_do_not_overflow_the_stack(engine: Tokenising) -> None:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    settings = {"slots": (1,), "max_logprobs": 0, "max_length": 100}
-    with serving(draw_engine(TREE), batch_size=1, **settings) as served:
+    engine = draw_engine(SMALL)
+    template = "{{ tools[0].function.name if tools }}{{ messages[-1].content }}<tool_call>"
+    options: Any = {"slots": (1,), "max_logprobs": 0, "max_length": 100, "has_grammars": True}
+    with pytest.MonkeyPatch.context() as patch, serving(engine, batch_size=1, **options) as served:
+        patch.setattr(engine.tokenizer, "chat_template", template)
         until(lambda: served.service.is_compiled, seconds=300)
         yield served
         assert served.scheduler.error is None and served.scheduler.stats.compilations == 0
@@ -160,9 +161,7 @@ def test_a_server_answers_as_the_engine_does(client: OpenAI) -> None:
     jsonschema_rs.validate(PERSON, json.loads(str(want.text)))
 
 
-def test_a_forced_call(served: Served, client: OpenAI, monkeypatch) -> None:
-    template = "{{ tools[0].function.name }}{{ messages[-1].content }}<tool_call>"
-    monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)
+def test_a_forced_call(client: OpenAI) -> None:
     schema = {"properties": {"n": {"enum": ["a", "b"]}}, "required": ["n"]}
     schema |= {"type": "object", "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}

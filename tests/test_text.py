@@ -145,27 +145,25 @@ def test_long_runs_of_broken_bytes_are_decoded_in_pieces() -> None:
         assert sum(num_decoded) < 60 * len(tokens)
 
 
+WORD = BYTE_FALLBACK.convert_tokens_to_ids("b")
+
+
 @pytest.mark.parametrize(
-    ("tokenizer", "expected"),
+    ("tokenizer", "tokens", "stop", "parts"),
     [
-        (BYTE_LEVEL, ["x", "", "", "中", "y", ""]),
-        (BYTE_FALLBACK, ["", "", "", "", "", "x中y"]),  # a run of bytes is decided at its end
+        (BYTE_LEVEL, spell(BYTE_LEVEL, "x中y"), "", ["x", "", "", "中", "y", ""]),
+        (BYTE_LEVEL, spell(BYTE_LEVEL, "x中")[:-1], "", ["x", "", "", "\ufffd"]),
+        # A run of bytes is decided at its end, or by the next word.
+        (BYTE_FALLBACK, spell(BYTE_FALLBACK, "x中y"), "", ["", "", "", "", "", "x中y"]),
+        (BYTE_FALLBACK, [*spell(BYTE_FALLBACK, "中"), WORD], "", ["", "", "", "中b", ""]),
+        # What may begin a stop string is held back; an unfinished character may complete one.
+        (BYTE_LEVEL, spell(BYTE_LEVEL, "a\n\nb\n"), "\n\n\n", ["a", "", "", "\n\nb", "", "\n"]),
+        (BYTE_LEVEL, spell(BYTE_LEVEL, "ab中")[:-1], "b\ufffd", ["a", "", "", "", ""]),
     ],
-    ids=["level", "fallback"],
 )
-def test_a_character_appears_with_its_last_byte(tokenizer, expected) -> None:
-    assert shown(tokenizer, spell(tokenizer, "x中y"))[0] == expected
-
-
-def test_a_run_of_bytes_appears_with_the_next_word() -> None:
-    word = BYTE_FALLBACK.convert_tokens_to_ids("b")
-    tokens = [word, *spell(BYTE_FALLBACK, "中"), word, word]
-    assert shown(BYTE_FALLBACK, tokens)[0] == ["b", "", "", "", "中b", "b", ""]
-
-
-def test_an_unfinished_character_is_shown_at_the_end() -> None:
-    tokens = spell(BYTE_LEVEL, "x中")[:-1]
-    assert shown(BYTE_LEVEL, tokens)[0] == ["x", "", "", "\ufffd"]
+def test_when_a_character_appears(tokenizer, tokens, stop, parts) -> None:
+    found, stream = shown(tokenizer, tokens, (stop,) if stop else ())
+    assert found == parts and stream.is_stopped == ("\ufffd" in stop)
 
 
 def test_pieces_carry_the_mark_of_the_token_that_completed_them() -> None:
@@ -258,16 +256,6 @@ def test_overlapping_stop_strings_in_any_tokens() -> None:
         assert stream.is_stopped == any(stop in text for stop in stops)
         stopped += stream.is_stopped
     assert 100 < stopped < 500
-
-
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
-    parts, _ = shown(BYTE_LEVEL, spell(BYTE_LEVEL, "a\n\nb\n"), ("\n\n\n",))
-    assert parts == ["a", "", "", "\n\nb", "", "\n"]
-
-
-def test_a_stop_string_that_an_unfinished_character_completes() -> None:
-    parts, stream = shown(BYTE_LEVEL, spell(BYTE_LEVEL, "ab中")[:-1], ("b\ufffd",))
-    assert (parts, stream.is_stopped) == (["a", "", "", "", ""], True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import test_grammar
 from serving import until
-from test_scheduler import SETTINGS, alone, draw_engine
+from test_scheduler import SETTINGS, alone, draw_engine, make_slots
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.answers import Generation
@@ -55,16 +56,24 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
-@pytest.fixture
-def warming(engine: Engine, gate: Gate) -> Iterator[Scheduler]:
+@contextmanager
+def compiling(slots: Slots, gate: Gate) -> Iterator[Scheduler]:
     """A scheduler whose warm-up waits for the gate."""
-    scheduler = Scheduler(Slots(engine, sizes=(1, 2), max_length=300, max_logprobs=3))
+    scheduler = Scheduler(slots)
     thread = threading.Thread(target=scheduler.warm_up)
     thread.start()
-    yield scheduler
-    scheduler.close()  # what is not compiled by now is left
-    gate.open()
-    thread.join()
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()  # what is not compiled by now is left
+        gate.open()
+        thread.join()
+
+
+@pytest.fixture
+def warming(engine: Engine, gate: Gate) -> Iterator[Scheduler]:
+    with compiling(make_slots(engine, 2, 4), gate) as scheduler:
+        yield scheduler
 
 
 def answer_of(stream: Ticket) -> Generation:
@@ -88,7 +97,7 @@ def until_sizes(scheduler: Scheduler, gate: Gate, sizes: tuple[int, ...]) -> Non
 def test_texts_are_the_same_while_it_compiles(engine, warming, gate) -> None:
     prompts = [engine.prepare([5, i], 6, one) for i, one in enumerate(SETTINGS)]
     scored = {"num_logprobs": 3, "max_length": 300}
-    for sizes in ((1,), (1, 2)):
+    for sizes in ((2,), (2, 4)):
         until_sizes(warming, gate, sizes)
         streams = [warming.submit(prompt) for prompt in prompts]
         for stream, prompt in zip(streams, prompts, strict=True):
@@ -98,11 +107,12 @@ def test_texts_are_the_same_while_it_compiles(engine, warming, gate) -> None:
 
 
 def test_a_request_waits_for_what_it_needs(engine: Engine, warming: Scheduler, gate: Gate) -> None:
-    prompt = engine.prepare([1, 2], 5, SAMPLED)
+    """Rounds with log-probabilities come from those with drafts: no others are compiled."""
+    prompt = engine.prepare([1, 2], 5, SAMPLED, drafts=False)
     given_up = warming.submit(prompt)
     given_up.cancel()
     assert answer_of(given_up).stop_reason == "cancelled"
-    until_sizes(warming, gate, (1,))
+    until_sizes(warming, gate, (2,))
     wants_logprobs = warming.submit(prompt, has_logprobs=True)
     time.sleep(0.2)
     assert warming.num_waiting == 1 and warming.num_running == 0
@@ -113,23 +123,10 @@ def test_a_request_waits_for_what_it_needs(engine: Engine, warming: Scheduler, g
     assert sum(len(chunk.logprobs) for chunk in chunks) == 5
 
 
-def test_log_probabilities_without_drafts(engine: Engine, warming: Scheduler, gate: Gate) -> None:
-    """No such rounds are compiled, so they come from those with drafts."""
-    gate.open()
-    prompt = engine.prepare([1, 2], 5, drafts=False)
-    chunks = [*warming.submit(prompt, has_logprobs=True)]
-    assert chunks[-1].answer is not None
-    assert chunks[-1].answer.output_ids == alone(engine, prompt).output_ids
-    assert sum(len(chunk.logprobs) for chunk in chunks) == 5
-
-
 def test_a_grammar_waits_for_its_rounds_and_lets_others_pass(gate: Gate) -> None:
     """They are compiled next, and not by the thread that decodes."""
-    engine = test_grammar.draw_engine(test_grammar.TREE)
-    scheduler = Scheduler(Slots(engine, sizes=(1, 2), max_length=100))
-    thread = threading.Thread(target=scheduler.warm_up)
-    thread.start()
-    try:
+    engine = test_grammar.draw_engine(test_grammar.SMALL)
+    with compiling(Slots(engine, sizes=(1, 2), max_length=100), gate) as scheduler:
         until_sizes(scheduler, gate, (1,))
         assert scheduler.compilation is not None
         grammar = Grammar.choice(["yes", "no"])
@@ -142,16 +139,12 @@ def test_a_grammar_waits_for_its_rounds_and_lets_others_pass(gate: Gate) -> None
         assert scheduler.compilation.sizes == (1,)
         assert answer_of(guided).text in ("yes", "no")
         assert scheduler.stats.compilations == 0
-    finally:
-        scheduler.close()
-        gate.open()
-        thread.join()
 
 
 def test_a_text_that_runs_changes_its_program(engine, warming, gate, monkeypatch) -> None:
     """A greedy text begins with sampled rounds, the only ones there are."""
     monkeypatch.setattr("poss_jax.engine.scheduler._PAUSE_SECONDS", 0)
-    until_sizes(warming, gate, (1,))
+    until_sizes(warming, gate, (2,))
     used: list[RoundKind] = []
     choose = WarmUp.nearest
 
@@ -170,7 +163,7 @@ def test_a_text_that_runs_changes_its_program(engine, warming, gate, monkeypatch
 
 
 def test_compiling_rests_if_what_is_compiled_serves_all_texts(engine, warming, gate) -> None:
-    until_sizes(warming, gate, (1,))
+    until_sizes(warming, gate, (2,))
     prompt = engine.prepare([3], 5)
     with warming._changed:  # nothing begins or ends meanwhile
         rests = [warming._is_enough()]
@@ -181,7 +174,7 @@ def test_compiling_rests_if_what_is_compiled_serves_all_texts(engine, warming, g
 
 
 def test_it_fails_with_the_compiler(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(Slots(engine, sizes=(1,), max_length=300))
+    scheduler = Scheduler(make_slots(engine, 2))
     waiting: list[Ticket] = []
 
     def fail(self: Slots, *_: Any) -> None:
@@ -199,7 +192,7 @@ def test_it_fails_with_the_compiler(engine: Engine, monkeypatch: pytest.MonkeyPa
 
 def test_it_says_how_far_it_is(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One task took a second; two more, `insert` and five rounds weigh 2 + 1 + 5 x 6."""
-    warm = WarmUp(Slots(engine, sizes=(1,), max_length=300, max_logprobs=3).shapes())
+    warm = WarmUp(make_slots(engine, 2).shapes())
     clock = SimpleNamespace(monotonic=iter((100.0, 101.0, 101.2, 999.0)).__next__)
     monkeypatch.setattr("poss_jax.engine.warm_up.time", clock)
     monkeypatch.setattr("poss_jax.engine.warm_up._read", lambda *_: None)
@@ -212,7 +205,7 @@ def test_nothing_is_compiled_again(engine: Engine, monkeypatch: pytest.MonkeyPat
     ran: list[int] = []
     tasks = [_Task(partial(ran.append, index)) for index in range(3)]
     monkeypatch.setattr("poss_jax.engine.warm_up._list_tasks", lambda slots: tasks)
-    warm = WarmUp(Slots(engine, sizes=(1,), max_length=300))
+    warm = WarmUp(make_slots(engine, 2))
     next(iter(warm))
     assert (ran, warm.is_done) == ([0], False)
     assert (len([*warm]), len([*warm]), ran, warm.is_done) == (2, 0, [0, 1, 2], True)
