@@ -392,6 +392,7 @@ HALF = "half a character"
         (b'{"prompt_ids": []}', NOT_ONE),
         (b'{"prompt_ids": [true]}', NOT_ONE),
         (b'{"messages": {"role": "user", "content": "not a list"}}', NOT_ONE),
+        (b'{"messages": [{"role": "user"}]}', NOT_ONE),
         (b'{"turns": ["fine", ""]}', NOT_ONE),
         (b"not json", "want a JSON object, got bad JSON"),
         (b"5", "want a JSON object, got int"),

@@ -92,7 +92,7 @@ def attend_and_differentiate(arrays, documents, lag, *, block=None):
     return *attend(*arrays), attends, jax.grad(loss)(arrays)
 
 
-@pytest.mark.parametrize("block", [4, 100])
+@pytest.mark.parametrize("block", [4, 13])
 @pytest.mark.parametrize("lag", [0, 1, 4])
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_blocks_equal_whole_scores(kind, lag, block):

@@ -73,6 +73,7 @@ def test_the_smallest_size_of_a_coverage() -> None:
     ("values", "error"),
     [
         ({"tokens": [3, 1]}, "tokens: want ascending ids, got 1 after 3"),
+        ({"tokens": [3, 3]}, "tokens: want ascending ids, got 3 after 3"),
         ({"tokens": [3, 9]}, "tokens: want ids below vocab_size 9, got 9"),
         ({"tokens": [-1, 3]}, "tokens.0: Input should be greater than or equal to 0, got -1"),
         ({"tokens": [3]}, "tokens: "),
@@ -135,6 +136,7 @@ def test_coverage_overrides_and_tokens_that_never_occur(runs, tmp_path, capsys) 
         (["--size", "1"], "argument --size: want a number, at least 2, got '1'; see --help"),
         (["--coverage", "0"], "--coverage: want a share above 0 and up to 1, got '0'"),
         (["--coverage", "nan"], "--coverage: want a share above 0 and up to 1, got 'nan'"),
+        (["--coverage", ".5", "--size", "9"], "not allowed with argument"),
         (["--output", "v.json"], "--output wants a draft vocabulary; add --size or --coverage"),
         (["--size", "9", "--output", "."], "output . exists; name another file or remove it"),
     ],

@@ -265,6 +265,7 @@ SERVER = "--server http://127.0.0.1:9/v1 --source {asked}"
         (f"{LOCAL} --self-prompt 3", "source_share: want it above 0 with a data.source"),
         ("--target {target} --source missing.jsonl", "no such file"),
         ("--target {target} --source {nothing}", "want chats or questions, got none in 1 records"),
+        ("--target {target} --self-prompt 3 --source-share 0.5", "--source-share: want it above 0"),
         ("--target {target}", "or self_prompt, to let the target write questions"),
         ("--source s.jsonl", "want a target (--target DIR), or a server (--server URL)"),
         (f"{SERVER} --draft d", "--draft: applies only to a local target; leave it or server out"),
@@ -274,6 +275,7 @@ SERVER = "--server http://127.0.0.1:9/v1 --source {asked}"
         (f"{SERVER} --target nowhere", "nowhere"),
         ("--server localhost:8000 --source x", "want such as http://localhost:8000/v1, got '"),
         ("--server http://a:b/v1 --source x", "Port could not be cast"),
+        ("--server http://a..b/v1 --source x", "label"),
         ("--server http://a/v1?key=1 --source x", "server: want such as http://"),
     ],
 )

@@ -41,8 +41,10 @@ def apply(optimizer, params, gradients):
         ({"warmup_fraction": 0.2}, 10, 2),
         ({}, 10_000, 100),  # 1 %
         ({}, 1000, 40),  # 2 / (1 - b2)
+        ({"b2": 0.98}, 1000, 100),
         ({}, 100, 20),  # a fifth of the run
         ({"warmup_steps": 7}, 100, 7),
+        ({"warmup_steps": 0}, 100, 1),
         ({"warmup_steps": 500}, 100, 99),
     ],
 )
