@@ -151,9 +151,17 @@ def is_optimised(item: pytest.Item) -> bool:
     return any(map(item.get_closest_marker, ("optimised", "device")))
 
 
+def drops_programs(item: pytest.Item) -> bool:
+    """True if a test drops all that was compiled before it."""
+    return not {"fresh_programs", "without_kernel"}.isdisjoint(getattr(item, "fixturenames", ()))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run, and puts together what is compiled alike."""
-    items.sort(key=lambda item: not is_optimised(item))  # a switch drops all that was compiled
+    """Skips what this machine cannot run; what drops compiled programs runs before there are many.
+
+    A change of what is optimised drops them, too.
+    """
+    items.sort(key=lambda item: (not is_optimised(item), not drops_programs(item)))
     has_torch = importlib.util.find_spec("torch") is not None
     for item in items:
         if item.get_closest_marker("torch") and not has_torch:

@@ -165,11 +165,12 @@ def test_annotations_are_checked_while_testing():
         build_config(TreeConfig, {}, origin=5)
 
 
-def test_sizes_of_a_result_are_those_of_the_parameters():
-    @jaxtyping.jaxtyped(typechecker=check)
-    def pad(row: Float[Array, " T"], width: int) -> Float[Array, " T"]:
-        return jnp.pad(row, (0, width))
+@jaxtyping.jaxtyped(typechecker=check)
+def pad(row: Float[Array, " T"], width: int) -> Float[Array, " T"]:
+    return jnp.pad(row, (0, width))
 
+
+def test_sizes_of_a_result_are_those_of_the_parameters():
     assert pad(jnp.ones(3), 0).shape == (3,)
     for row, width in [(jnp.ones(3), 1), (jnp.ones((3, 1)), 0), (jnp.ones(3), "0")]:
         with pytest.raises(jaxtyping.TypeCheckError):

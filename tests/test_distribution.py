@@ -38,7 +38,7 @@ GIVEN = {
 TREES = {
     "greedy": (TreeConfig(depth=2, top_k=2, total_tokens=6), "argmax"),
     "chain": (TreeConfig(depth=3, top_k=1, total_tokens=4), "coupled"),
-    "sampled": (TreeConfig(depth=3, top_k=3, total_tokens=14), "sampled"),
+    "sampled": (TreeConfig(depth=2, top_k=3, total_tokens=8), "sampled"),
 }
 
 

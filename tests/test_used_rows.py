@@ -80,8 +80,9 @@ def test_a_chunk_attends_itself_in_order():
 
 @pytest.mark.parametrize(
     "draft",
-    [pytest.param(EAGLE, id="eagle"), pytest.param(EAGLE3, id="eagle3", marks=pytest.mark.slow)],
+    [pytest.param(EAGLE, id="eagle"), pytest.param(EAGLE3, id="eagle3")],
 )
+@pytest.mark.slow
 def test_speculative_equals_autoregressive(by_kernel, draft):
     tree = TreeConfig(depth=2, top_k=3, total_tokens=8)
     Shape(LLAMA, draft, tree, 3, is_sampled=True).check_pairs(5)
