@@ -37,11 +37,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
+def models(runs: Runs, prompts: str) -> list[str]:
+    words = ["--target", runs.model("target"), "--draft", f"PosS-2={runs.model('poss2')}"]
+    return [*words, "--prompts", prompts, "--max-new-tokens", str(N)]
+
+
 @pytest.fixture(scope="module")
 def flags(runs: Runs, prompts: str) -> list[str]:
-    models = ["--target", runs.model("target"), "--draft", f"PosS-2={runs.model('poss2')}"]
-    sizes = ["--num-prompts", "2", "--max-new-tokens", str(N), "--repeats", "3"]
-    return [*models, "--prompts", prompts, *sizes]
+    return [*models(runs, prompts), "--num-prompts", "2", "--repeats", "3"]
 
 
 def test_bench_by_flags(flags, tmp_path, capsys) -> None:
@@ -86,12 +89,6 @@ def test_bench_by_flags(flags, tmp_path, capsys) -> None:
     assert set(report["roofline"]) == {"device", "flops_by_rows"}
 
 
-def test_sampled_drafts_are_neither_checked_nor_tuned(flags) -> None:
-    for main_of in (lossless, tune):
-        with pytest.raises(UserError, match="keeps the target's distribution only"):
-            main_of([*flags, *"--temperature 1 --drafting sampled".split()])
-
-
 @pytest.mark.slow
 def test_drift_is_part_of_the_report(flags, tmp_path, capsys) -> None:
     main([*flags, *"--tree-depth 1 --drift --output".split(), str(tmp_path / "report")])
@@ -107,14 +104,13 @@ def test_drift_is_part_of_the_report(flags, tmp_path, capsys) -> None:
 def test_all_turns_of_a_question_are_played_and_added_up(runs, tmp_path, capsys) -> None:
     question = {"question_id": 81, "category": "writing", "turns": ["def area_7", "heig"]}
     prompts = write_lines(tmp_path / "questions.jsonl", question, {"prompt": "def area_7"})
-    models = runs.model("target"), runs.model("poss2")
-    options = ["--prompts", prompts, *TREE, "--max-new-tokens", str(N)]
-    main(["--target", models[0], "--draft", f"PosS-2={models[1]}", *options, "--repeats", "1"])
+    main([*models(runs, prompts), *TREE, "--repeats", "1"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     (group,) = report["groups"]
     assert [rows["all"]["equal_outputs"] for rows in group["methods"].values()] == [2, 2]
     # The same conversation as the generation program holds, whose statistics are per turn.
-    lines = generate(*models, tmp_path, *options, "--lookup", "0")
+    words = ["--prompts", prompts, *TREE, "--max-new-tokens", str(N), "--lookup", "0"]
+    lines = generate(runs.model("target"), runs.model("poss2"), tmp_path, *words)
     assert [line["turn"] for line in lines] == [0, 1, 0]
     first, second, other = (line["accepted_per_round"] for line in lines)
     lengths = [1 + sum(rounds) / len(rounds) for rounds in ([*first, *second], other)]
@@ -157,16 +153,25 @@ def test_methods_decode_as_they_say(runs: Runs) -> None:
     assert all(heads[name] is heads["autoregressive"] for name in ("plain", "small", "sampled"))
 
 
-def test_methods_that_cannot_be_compared_are_refused() -> None:
-    method = {"int8": MethodConfig(quantise="int8")}
-    with pytest.raises(ValueError, match="methods: int8 is a draft's name, too"):
-        BenchConfig(target="t", drafts={"int8": "d"}, methods=method)
-    with pytest.raises(ValueError, match="lookup: the baseline copies nothing; give drafts or"):
-        BenchConfig(target="t", lookup=3)
-    with pytest.raises(UserError, match=r"unknown key 'methods\.a\.drafft'; did you mean"):
-        build_config(BenchConfig, {"methods": {"a": {"drafft": "d"}}}, origin="x")
-    with pytest.raises(UserError, match=r"methods\.a: drafting: is a draft's; give draft, too"):
-        build_config(BenchConfig, {"methods": {"a": {"drafting": "argmax"}}}, origin="x")
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"drafts": {"a": "d"}, "methods": {"a": {"quantise": "int8"}}}, "is a draft's name, too"),
+        ({"lookup": 3}, "lookup: the baseline copies nothing; give drafts or"),
+        ({"methods": {"a": {"drafft": "d"}}}, "unknown key 'methods.a.drafft'; did you mean"),
+        ({"methods": {"a": {"drafting": "argmax"}}}, "methods.a: drafting: is a draft's; give "),
+    ],
+)
+def test_methods_that_cannot_be_compared_are_refused(settings, error) -> None:
+    with pytest.raises(UserError) as caught:
+        build_config(BenchConfig, {"target": "t"} | settings, origin="x")
+    assert error in str(caught.value)
+
+
+def test_other_methods_than_coupled_drafts_are_neither_checked_nor_tuned(flags) -> None:
+    for main_of in (lossless, tune):
+        with pytest.raises(UserError, match="keeps the target's distribution only"):
+            main_of([*flags, *"--temperature 1 --drafting sampled".split()])
     with pytest.raises(UserError, match="want drafts alone, got methods"):
         lossless(["--target=t", "--draft=d=d", "methods.a.quantise=int8"])
 
@@ -270,17 +275,12 @@ def test_a_journal_of_something_else_is_refused(tmp_path):
     (tmp_path / "answers.jsonl").write_text('{"key": 1}\n')
     with pytest.raises(UserError, match=r"answers.jsonl:1: want an answer of infer.bench"):
         Journal(tmp_path, {"a": 1, "b": 2})
-
-
-@pytest.mark.parametrize("content", ["{", "[1]"])
-def test_damaged_files_of_a_journal_are_named(tmp_path, content):
-    Journal(tmp_path, {"a": 1})
-    (tmp_path / "methods.json").write_text(content)
-    with pytest.raises(UserError, match=r"methods.json: want a JSON object, got .*; remove it"):
-        Journal(tmp_path, {"a": 1})
-    (tmp_path / "bench.json").write_text(content)
-    with pytest.raises(UserError, match=r"bench.json: want a JSON object, got .*--overwrite"):
-        Journal(tmp_path, {"a": 1})
+    (tmp_path / "answers.jsonl").unlink()
+    for name, advice in (("methods.json", "remove it"), ("bench.json", ".*--overwrite")):
+        for content in ("{", "[1]"):
+            (tmp_path / name).write_text(content)
+            with pytest.raises(UserError, match=rf"{name}: want a JSON object, got .*{advice}"):
+                Journal(tmp_path, {"a": 1, "b": 2})
     Journal(tmp_path, {"a": 1}, from_scratch=True)
 
 
@@ -297,9 +297,8 @@ def test_drafts_may_be_added_to_a_journal(tmp_path):
 
 def matrix(runs: Runs, prompts: str) -> list[str]:
     """Two methods, one pass, three questions: greedy, and sampled with two seeds; 18 answers."""
-    models = ["--target", runs.model("target"), "--draft", f"PosS-2={runs.model('poss2')}"]
     cells = "--temperatures 0 --temperatures 1 --seeds 3 --seeds 4 --repeats 1".split()
-    return [*models, "--prompts", prompts, *cells, *TREE, "--max-new-tokens", str(N)]
+    return [*models(runs, prompts), *cells, *TREE]
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,8 @@ INSTEAD = {  # words of a command -> what stands for them
     "draft --source DIR_OR_HUB_ID": "draft --source yuhuili/EAGLE-llama2-chat-7B",
     "data.source=regenerated.jsonl": "data.source=sharegpt.json",  # short answers are left out
     "--size 32000": "--size 100",
+    "EAGLE-2=models/eagle-llama3-8b --draft PosS-3=models/poss3 --prompts": "PosS-3=models/poss3 "
+    "--prompts",  # docs/bench.md compares two drafts
     "lookup/edit.jsonl": "lookup/chat.jsonl",  # the tiny models have little room
     "--self-prompt 20000": "--self-prompt 2 --self-prompt-tokens 8",
     " --template llama3": "",  # wants tokens that the tiny tokenizer does not have

@@ -72,7 +72,6 @@ def test_programs_run_where_there_is_no_checkout(wheel, fixtures, tmp_path):
     assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "12\n"
     poss = str(environment / "bin" / "poss")
     assert run([poss, "plot", "--help"], folder).startswith("usage: poss plot ")
-    assert run([str(python), "-m", "poss_jax.train.main", "--help"], folder).startswith("usage: ")
     options = "--prompt import --max-new-tokens 4 --tree-depth 1 --stream"
     models = [f"--{name}={fixtures / 'format_v1' / name}" for name in ("target", "draft")]
     command = [str(environment / "bin" / "poss-generate"), *models, *options.split()]
