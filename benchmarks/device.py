@@ -9,6 +9,7 @@ with the committed report of such a device, and tell what it decides (docs/resul
 import argparse
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -309,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=at_least(1), default=13, metavar="N")
     parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models on a CPU")
     args = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the stage, too
     sizes = TINY if args.tiny else SIZES
     stages = list_stages(sizes)
     is_whole = run_queue(stages, ROOT, seconds=60 * args.minutes)

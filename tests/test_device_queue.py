@@ -19,7 +19,7 @@ from benchmarks.device import Stage, run_queue
 
 stages = [
     Stage("quick", 60, "echo quick >> trace; echo '{}' > $OUT/report.json"),
-    Stage("slow", 60, "echo slow >> trace; [ -e go ] || { sleep 60 & echo $! > child; wait; }"),
+    Stage("slow", 60, "echo slow >> trace; [ -e go ] || { sleep 99 & echo $! > child; wait; }"),
     Stage("stuck", 1, "echo stuck >> trace; sleep 60"),
     Stage("fails", 60, "echo fails >> trace; [ -e go ]"),
 ]
@@ -49,7 +49,7 @@ def test_a_queue_that_was_killed_goes_on(tmp_path: Path) -> None:
     trace, child = tmp_path / "trace", tmp_path / "child"
     with start_queue(tmp_path) as queue:
         wait_until(lambda: child.exists() and is_running(child))
-        queue.send_signal(signal.SIGTERM)
+        queue.send_signal(signal.SIGINT)  # as SIGTERM does in the program
     wait_until(lambda: not is_running(child))
     assert trace.read_text().split() == ["quick", "slow"]
     (tmp_path / "go").touch()
