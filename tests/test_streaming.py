@@ -183,20 +183,6 @@ def test_without_tokenizer_there_are_tokens_and_no_text(engine, answers) -> None
     assert answer.output_ids == answers["greedy"][0].output_ids
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "error"),
-    [
-        ("", {}, "want at least one token"),
-        ([7] * 233, {}, "do not fit a length of 256"),
-        ("x", {"stop": [""]}, "stop: want strings, got an empty one"),
-        ("x", {"sampling": SamplingConfig(logit_bias={300: 1})}, "logit_bias: want token ids of 0"),
-    ],
-)
-def test_what_is_wrong_is_said_before_the_first_chunk(engine, prompt, options, error) -> None:
-    with pytest.raises(UserError, match=error):
-        engine.stream(prompt, max_new_tokens=N, **options)
-
-
 # --------------------------------------------------------------------------------------------------
 # The program
 

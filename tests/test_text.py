@@ -216,19 +216,6 @@ def test_an_anchor_is_whole_characters_of_the_text() -> None:
 # Stop strings
 
 
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_stop_string_at_every_place(length: int) -> None:
-    text = "日ab日ab\nxyz😀é"
-    for at in range(len(text) - length + 1):
-        stop = text[at : at + length]
-        first = text.index(stop)
-        parts, stream = shown(BYTE_LEVEL, spell(BYTE_LEVEL, text), (stop,))
-        assert "".join(parts) == text[:first]
-        assert stream.is_stopped
-        complete = len(text[: first + length].encode())
-        assert parts[complete:] == [""] * (len(parts) - complete)
-
-
 def first_complete(text: str, stops: tuple[str, ...]) -> str:
     """The rest of a text, found the slow way: stop as soon as a stop string is complete."""
     for end in range(len(text) + 1):
