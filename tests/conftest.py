@@ -65,7 +65,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
     from programs import tiny_runs  # not before pytest has hooked the type checks into poss_jax
 
     base = tmp_path_factory.getbasetemp()
-    return tiny_runs(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+    was_optimised = set_optimised(False)  # whichever test is first, all compare with the same bits
+    runs = tiny_runs(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+    set_optimised(was_optimised)
+    return runs
 
 
 @pytest.fixture(scope="session")
@@ -134,11 +137,17 @@ def room_for_programs() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Compiles with few optimisations, which halves the time, except what is marked."""
-    wanted = str(int(not is_optimised(item)))
-    if wanted != os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]:
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = wanted  # for programs that tests start
-        jax.config.update("jax_disable_most_optimizations", not is_optimised(item))
+    set_optimised(is_optimised(item))
+
+
+def set_optimised(is_on: bool) -> bool:
+    """Sets how this process, and programs that tests start, compile; returns how they did."""
+    was_on = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0"
+    if is_on != was_on:
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not is_on))
+        jax.config.update("jax_disable_most_optimizations", not is_on)
         jax.clear_caches()
+    return was_on
 
 
 def pytest_collection_finish() -> None:
