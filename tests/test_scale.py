@@ -43,12 +43,14 @@ class Asked(NamedTuple):
 
     body: dict[str, Any]
     sampling: SamplingConfig
-    n: int = 1
-    stop: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> Prompt:
         return self.body.get("messages") or self.body["prompt"]
+
+    @property
+    def n(self) -> int:
+        return self.body.get("n", 1)
 
 
 class Told(NamedTuple):
@@ -95,30 +97,28 @@ def engine() -> Engine:
     )
 
 
+def request(prompt: Prompt, sampling: SamplingConfig, **more: Any) -> Asked:
+    names = ("temperature", "seed", "frequency_penalty", "presence_penalty")
+    body = {name: getattr(sampling, name) for name in names}
+    body |= {"prompt" if isinstance(prompt, str) else "messages": prompt}
+    body |= {"max_tokens": NUM_TOKENS, "stream_options": {"include_usage": True}}
+    return Asked(body | more, sampling)
+
+
 def requests() -> list[Asked]:
     """Streams of every kind, long enough to be broken."""
-    common = {"max_tokens": NUM_TOKENS, "stream_options": {"include_usage": True}}
     plain, hot = SamplingConfig(seed=1), SamplingConfig(temperature=1.0, seed=2)
     penal = SamplingConfig(temperature=0.7, frequency_penalty=0.8, presence_penalty=0.3, seed=3)
-
-    def text(prompt: str, sampling: SamplingConfig, **more: Any) -> dict[str, Any]:
-        names = ("temperature", "seed", "frequency_penalty", "presence_penalty")
-        given = {name: getattr(sampling, name) for name in names}
-        return common | given | {"prompt": prompt} | more
-
-    def chat(sampling: SamplingConfig, **more: Any) -> dict[str, Any]:
-        body = text("", sampling, messages=[{"role": "user", "content": "read a file"}], **more)
-        return {key: value for key, value in body.items() if key != "prompt"}
-
+    chat = [{"role": "user", "content": "read a file"}]
     return [
-        Asked(text("def read_lines(path):", plain), plain),
-        Asked(text("class Stack:\n", hot), hot),
-        Asked(text("import os\n", penal), penal),
-        Asked(text("def main():\n", hot, n=2), hot, n=2),
-        Asked(text("def add(a, b):\n", hot, stop=["qqq", "zzzz"]), hot, stop=("qqq", "zzzz")),
-        Asked(text("for i in", hot, extra_body={"return_token_ids": True}), hot),
-        Asked(chat(hot), hot),
-        Asked(chat(penal), penal),
+        request("def read_lines(path):", plain),
+        request("class Stack:\n", hot),
+        request("import os\n", penal),
+        request("def main():\n", hot, n=2),
+        request("def add(a, b):\n", hot, stop=["qqq", "zzzz"]),
+        request("for i in", hot, extra_body={"return_token_ids": True}),
+        request(chat, hot),
+        request(chat, penal),
     ]
 
 
@@ -128,9 +128,9 @@ def expected(engine: Engine, asked: Asked) -> list[Generation]:
         SamplingConfig(**{**vars(asked.sampling), "seed": prompt_seed(asked.sampling.seed, index)})
         for index in range(asked.n)
     ]
-    return engine.generate(
-        [asked.prompt] * asked.n, max_new_tokens=NUM_TOKENS, sampling=settings, stop=asked.stop
-    )
+    stop = asked.body.get("stop", ())
+    prompts = [asked.prompt] * asked.n
+    return engine.generate(prompts, max_new_tokens=NUM_TOKENS, sampling=settings, stop=stop)
 
 
 async def ask(url: str, asked: Asked, on_event: Callable[[], None]) -> Told:
@@ -199,9 +199,10 @@ def num_running(url: str) -> float:
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
 def test_streams_outlive_their_server(engine: Engine, stop: signal.Signals) -> None:
-    """One server is killed, or told to stop and cuts its answers after half a second."""
+    """One of three is never there; one is killed, or stops and cuts its answers early."""
+    gone = f"http://127.0.0.1:{free_port()}"
     draining, other = server("--drain-seconds", "0.5"), server()
-    with draining as (process, first), other as (_, second), proxy(first, second) as url:
+    with draining as (process, first), other as (_, second), proxy(gone, first, second) as url:
 
         def kill() -> None:
             until_so(lambda: num_running(first) > 1)
@@ -214,23 +215,13 @@ def test_streams_outlive_their_server(engine: Engine, stop: signal.Signals) -> N
             check(expected(engine, asked), asked, told)
 
 
-def test_requests_go_to_servers_that_are_there() -> None:
-    gone = f"http://127.0.0.1:{free_port()}"
-    with server() as (_, there), proxy(gone, there) as url:
-        body = {"prompt": "def f():", "max_tokens": 8, "seed": 1}
-        replies = [httpx.post(f"{url}/v1/completions", json=body) for _ in range(4)]
-        assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "bundled"
-        for stream in (True, False):
-            wrong = body | {"temperature": 9, "stream": stream}
-            refused = httpx.post(f"{url}/v1/completions", json=wrong)
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
-        assert httpx.post(f"{url}/v1/completions", content=b"{").status_code == 400
-        assert httpx.get(f"{url}/metrics").status_code == 404
-    with proxy(gone) as url:
+def test_without_servers_requests_are_refused() -> None:
+    with proxy(f"http://127.0.0.1:{free_port()}") as url:
         assert httpx.get(f"{url}/health").is_success
+        assert httpx.get(f"{url}/metrics").status_code == 404
         for stream in (True, False):
-            reply = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream})
+            body = {"prompt": "def f():", "stream": stream}
+            reply = httpx.post(f"{url}/v1/completions", json=body)
             assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
 
 

@@ -66,15 +66,17 @@ def test_sigterm_finishes_what_was_begun(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_cuts_answers_after_a_time(runs: Runs) -> None:
-    with serving(runs, "--drain-seconds", "0") as (program, client):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_cut_answers_after_a_time(runs: Runs, number: int) -> None:
+    options = ["--drain-seconds", "0"] if number == signal.SIGTERM else []
+    with serving(runs, *options) as (program, client):
         until(lambda: is_ready(client), seconds=200)
         with client.stream("POST", PATH, json=STREAMED) as stream:
             lines = stream.iter_lines()
             assert next(lines)
-            program.process.send_signal(signal.SIGTERM)
+            program.process.send_signal(number)
             assert last_event(lines)["error"]["message"] == CUT
-        assert program.process.wait(60) == 0 and "the other answers are cut" in program.said
+        assert program.process.wait(100) == 0 and "the other answers are cut" in program.said
 
 
 @pytest.mark.slow
@@ -82,15 +84,6 @@ def test_sigterm_cuts_answers_after_a_time(runs: Runs) -> None:
 def test_signals_while_it_compiles(runs: Runs, number: int) -> None:
     with serving(runs) as (program, _):
         program.process.send_signal(number)
-        assert program.process.wait(100) == 0
-
-
-@pytest.mark.slow
-def test_an_interrupt_cuts_answers(runs: Runs) -> None:
-    with serving(runs) as (program, client):
-        with client.stream("POST", PATH, json=STREAMED) as stream:  # waits for the compiler
-            program.process.send_signal(signal.SIGINT)
-            assert last_event(stream.iter_lines())["error"]["message"] == CUT
         assert program.process.wait(100) == 0
 
 

@@ -42,6 +42,7 @@ OTHERS = """
 """.split()
 KEYS = [*TINY, "model_type", METADATA, *OTHERS]
 DRAFT = draft_tensors(2)
+SPANS = {METADATA: {"positions_per_specialist": [1, 2], "trained_depth": 3}}
 DRAFT_E3 = draw(
     {"fc.weight": (8, 24), "norm.weight": (8,), "lm_head.weight": (16, 8)}
     | {f"midlayer.{key}.weight": (8,) for key in ("hidden_norm", "input_layernorm")}
@@ -91,21 +92,12 @@ def test_targets(changes: dict[str, Any], generation: dict[str, Any]) -> None:
         assert build_config(type(config), config_to_dict(config), origin="twin") == config
 
 
-@given(changes=configs)
-def test_drafts(changes: dict[str, Any]) -> None:
-    changes = {METADATA: {"positions_per_specialist": [1, 2], "trained_depth": 3}} | changes
-    check_draft(DRAFT, changes)
-
-
-@given(changes=configs)
-def test_drafts_of_eagle3(changes: dict[str, Any]) -> None:
-    check_draft(DRAFT_E3, {"num_hidden_layers": 1} | changes)
-
-
-def check_draft(tensors: Any, changes: dict[str, Any]) -> None:
+@given(st.sampled_from([(DRAFT, SPANS), (DRAFT_E3, {"num_hidden_layers": 1})]), configs)
+def test_drafts(draft: tuple[Any, dict[str, Any]], changes: dict[str, Any]) -> None:
+    tensors, fields = draft
     with tempfile.TemporaryDirectory() as folder:
         source = write_source(Path(folder), tensors)
-        (source / "config.json").write_text(json.dumps(TINY | changes))
+        (source / "config.json").write_text(json.dumps(TINY | fields | changes))
         try:
             reading = place_specialists(read_checkpoint(open_source(folder), "draft"))
         except UserError as error:

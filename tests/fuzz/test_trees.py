@@ -7,16 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from test_tree import BATCH, grow_in_jax
 from toy import Round, check_round, draw_world, program
 from watch import acceptance_faults, tree_faults
 
 from poss_jax.config.models import TreeConfig
-from poss_jax.decode.tree import expand, join_levels, next_beam, root_beam, select
 from poss_jax.decode.verify import accept
 
 # depth, top_k, total_tokens; few, since each is compiled
 SHAPES = [(1, 3, 3), (4, 2, 8), (6, 1, 5), (3, 4, 16)]
-BATCH = 8
 SHARP = [0.0, -0.0, -1e-7, 1e-7, 1e-5, -1e-30, 3.0, -np.inf, np.nan, -np.nan, -0.5]
 
 
@@ -27,16 +26,10 @@ def programs(shape: tuple[int, int, int]):
 
     @jax.jit
     def grow(log_probs, salt):
-        beam, levels = root_beam(BATCH), []
-        for level, values in enumerate(log_probs):
-            first_index = sum(one.tokens.shape[1] for one in levels)
-            # Siblings differ, and nodes of several parents are often alike.
-            tokens = jnp.broadcast_to((jnp.arange(top_k) * 7 + salt) % 50, values.shape)
-            levels.append(expand(beam, tokens, values))
-            if level + 1 < depth:
-                beam, _ = next_beam(beam, levels[-1], first_index=first_index, top_k=top_k)
-        candidates = join_levels(levels)
-        tree = select(jnp.zeros(BATCH, jnp.int32), candidates, config)
+        # Siblings differ, and nodes of several parents are often alike.
+        tokens = (jnp.arange(top_k) * 7 + salt) % 50
+        levels = [(jnp.broadcast_to(tokens, values.shape), values) for values in log_probs]
+        candidates, tree, _ = grow_in_jax(jnp.zeros(BATCH, jnp.int32), levels, config)
         chosen = jnp.roll(tree.tokens, -1, axis=1)
         acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
         faults = tree_faults(tree, candidates, depth) | acceptance_faults(acceptance, tree, chosen)
