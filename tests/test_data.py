@@ -168,14 +168,6 @@ def test_a_folder_with_a_script_is_no_data_set(tmp_path, monkeypatch) -> None:
 # Tokenizer
 
 
-def test_bos_once_then_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    plain = tokenizer("def area", add_special_tokens=False)["input_ids"]
-    assert (bos, eos, tokenizer.pad_token_id) == (0, 1, 2)
-    assert tokenizer("def area")["input_ids"] == [bos, *plain]
-    assert len(plain) < len("def area") and len(tokenizer) == 320
-
-
 def test_round_trip_on_arbitrary_unicode(tokenizer: PreTrainedTokenizerFast) -> None:
     rng = random.Random(0)
     letters = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]

@@ -78,24 +78,6 @@ def test_same_config_continues_in_place_even_if_moved(tmp_path: Path) -> None:
         assert place == tmp_path / "b" and (place / "tokenizer").exists()
 
 
-def test_a_start_that_fails_leaves_the_config_as_it_was(tmp_path: Path) -> None:
-    start(config_for(tmp_path / "a"))
-    before = files(tmp_path)
-    changed = config_for(tmp_path / "a", log_every=7)
-    with pytest.raises(UserError, match="no memory"), claim_folder(changed):
-        raise UserError("no memory")
-    assert files(tmp_path) == before
-    start(changed)
-    assert "log_every: 7" in files(tmp_path)["a/config.yaml"]
-
-
-def test_failed_start_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no text"), claim_folder(config_for(tmp_path / "a")) as it:
-        (it / "tokenizer").write_text("prepared")
-        raise UserError("no text")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -125,16 +107,18 @@ def test_what_does_not_change_the_result_may_change(tmp_path: Path) -> None:
         start(config_for(tmp_path / "a", validate_every=7, log_every=1))
 
 
-def test_overwrite_starts_anew_once_the_new_run_can_start(tmp_path: Path) -> None:
-    start(config_for(tmp_path / "a", seed=1))
+@pytest.mark.parametrize(("change", "overwrite"), [({"log_every": 7}, False), ({"seed": 1}, True)])
+def test_a_start_that_fails_changes_nothing(tmp_path, change, overwrite) -> None:
+    start(config_for(tmp_path / "a"))
     (tmp_path / "a" / "metrics.jsonl").write_text("of the earlier run")
-    before = files(tmp_path)
-    with pytest.raises(UserError), claim_folder(config_for(tmp_path / "a"), overwrite=True):
-        raise UserError("no text")
+    before, changed = files(tmp_path), config_for(tmp_path / "a", **change)
+    with pytest.raises(UserError), claim_folder(changed, overwrite=overwrite):
+        raise UserError("no memory")
     assert files(tmp_path) == before
-    start(config_for(tmp_path / "a"), overwrite=True)
-    assert sorted(files(tmp_path)) == ["a/config.yaml", "a/provenance.json", "a/tokenizer"]
-    start(config_for(tmp_path / "a"))  # its config is the new one
+    start(changed, overwrite=overwrite)
+    assert ("a/metrics.jsonl" in files(tmp_path)) != overwrite
+    [(key, value)] = change.items()
+    assert f"{key}: {value}" in files(tmp_path)["a/config.yaml"]
 
 
 @pytest.mark.parametrize("content", [None, "stage: ["], ids=repr)
