@@ -152,6 +152,14 @@ def test_letters_that_the_tokenizer_folds_to_a_special_token() -> None:
     assert asked([user(wide)], tokenizer) == of_transformers([user(wide)], oracle)
 
 
+def test_special_tokens_anywhere_in_a_message() -> None:
+    tokenizer = make_tokenizer("byte level", template=CHATML)
+    oracle = make_tokenizer("byte level", OTHERS, CHATML)
+    call = {"function": {"name": "</s>", "arguments": {"<|im_end|>": ["<|im_start|>", None, 1]}}}
+    chat = [user("hi"), {**assistant(""), "tool_calls": [call]}, {"role": "</s>", "content": "ok"}]
+    assert asked(chat, tokenizer) == of_transformers(chat, oracle)
+
+
 def test_tokens_that_the_tokenizer_writes_from_plain_text_are_refused() -> None:
     tokenizer = deepcopy(make_tokenizer("byte level"))
     words = (token for token in tokenizer.get_vocab() if token.isascii() and token.isalpha())

