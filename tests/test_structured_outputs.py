@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from openai import OpenAI
-from serving import MODEL, Served, Tokenising, guided, serving, until
+from serving import MODEL, Tokenising, guided, serving, until
 from test_asking import user
 from test_grammar import PERSON, SMALL, draw_engine
 from tokenizer_pool import VOCAB_SIZE, spell, tokenizer_of
@@ -129,21 +129,16 @@ def test_deep_grammars_do_not_overflow_the_stack(engine: Tokenising) -> None:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def client() -> Iterator[OpenAI]:
     engine = draw_engine(SMALL)
     template = "{{ tools[0].function.name if tools }}{{ messages[-1].content }}<tool_call>"
     options: Any = {"slots": (1,), "max_logprobs": 0, "max_length": 100, "has_grammars": True}
     with pytest.MonkeyPatch.context() as patch, serving(engine, batch_size=1, **options) as served:
         patch.setattr(engine.tokenizer, "chat_template", template)
         until(lambda: served.service.is_compiled, seconds=300)
-        yield served
+        with served.client() as client:
+            yield client
         assert served.scheduler.error is None and served.scheduler.stats.compilations == 0
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[OpenAI]:
-    with served.client() as client:
-        yield client
 
 
 def test_a_server_answers_as_the_engine_does(client: OpenAI) -> None:
