@@ -95,6 +95,20 @@ def test_stop_strings_at_every_place_of_an_answer(engine, answers, kind, samplin
         check_rounds(answer, whole)
 
 
+def test_a_stop_string_may_name_a_special_token(engine: Engine) -> None:
+    """The answer ends there as at a stop token, and its text has no special tokens."""
+    name = "<pad>"
+    token = engine.tokenizer.convert_tokens_to_ids(name)
+    biased = SamplingConfig(logit_bias={token: 100.0})
+    for stop in ([name], [name + name]):
+        chunks, answer = chunks_of(engine, PROMPTS[0], sampling=biased, stop=stop)
+        assert answer.output_ids == [token] * (len(stop[0]) // len(name))
+        assert (answer.text, answer.stop_reason) == ("", "stop")
+        assert not any(chunk.text for chunk in chunks)
+    ended = engine.generate([PROMPTS[0]], max_new_tokens=N, sampling=biased, stop=[name])
+    assert ended[0].output_ids == [token]
+
+
 def check_rounds(answer: Generation, whole: Generation) -> None:
     """The rounds equal the whole answer's, the last one cut like the tokens."""
     last = len(answer.accepted_per_round) - 1

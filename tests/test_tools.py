@@ -305,6 +305,12 @@ def test_what_tools_are_refused(param: str, fields: Any) -> None:
         ask("chatml")
 
 
+def test_messages_that_the_template_leaves_out() -> None:
+    """As by Mistral's and Qwen's, which know no such role."""
+    with pytest.raises(ApiError, match=r"messages: .*message 1 \(role 'developer'\)"):
+        ask(CALLING["mistral"], [{"role": "developer", "content": "be brief"}, user("hi")])
+
+
 @pytest.mark.parametrize("name", ["chatml, tools", "mistral, tools"])
 def test_an_answer_of_json_holds_no_calls(name: str) -> None:
     """Its strings may hold marks; text that matches another grammar may hold calls."""
