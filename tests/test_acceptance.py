@@ -1,9 +1,7 @@
 """Statistics of decoding by hand: what answers say about their drafts, a bench about texts."""
 
-from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from infer.bench.summary import distinct_ngram_share
@@ -36,26 +34,6 @@ def test_an_example() -> None:
         "acceptance_length": 2.0,
         "accepted_per_position": [2, 1],
     }
-
-
-def test_counts_agree_with_each_other() -> None:
-    rng = np.random.default_rng(0)
-    for num_rounds in range(9):
-        offered = rng.integers(0, 6, num_rounds)
-        rounds = [(int(rng.integers(0, most + 1)), int(most)) for most in offered]
-        found, ours = describe_acceptance(answer(*rounds), 5), count_accepted([answer(*rounds)])
-        histogram, rows = (found[f"acceptance_histogram{end}"] for end in ("", "_by_draft_length"))
-        assert len(histogram) == found["num_spec_tokens"] + 1 == 6
-        assert sum(histogram) == found["num_spec_steps"] == sum(map(sum, rows.values()))
-        weighted = sum(count * size for count, size in enumerate(histogram))
-        assert weighted == found["num_accepted_draft_tokens"] == ours["accepted_tokens"]
-        columns = Counter({i: 0 for i in range(6)})
-        for length, row in rows.items():
-            assert len(row) == int(length) + 1
-            columns.update(dict(enumerate(row)))
-        assert [columns[i] for i in range(6)] == histogram
-        lengths = sum(int(length) * sum(row) for length, row in rows.items())
-        assert lengths == found["num_draft_tokens"]
 
 
 def test_mean_over_prompts_that_have_a_round():

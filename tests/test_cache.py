@@ -39,20 +39,6 @@ def test_rows_are_written_at_each_start(start, shape, axis):
     np.testing.assert_array_equal(out, stored)
 
 
-def test_commit_drawn():
-    # Of nodes 0 1 2 3, nodes 0 and 2 are kept.
-    #   row    0  1  2 | 3  4  5  6  7
-    rows = [1, 2, 3, 0, 0, 0, 0, 0]
-    array = np.array(rows, np.float32).reshape(1, 1, 8, 1)
-    nodes = jnp.array([10, 11, 12, 13], jnp.float32).reshape(1, 1, 4, 1)
-    cache = make_cache([array], [10 * array], [3])
-    path = take_rows(KeysValues([nodes], [10 * nodes]), jnp.array([[0, 2, 3]], jnp.int32))
-    out = commit_rows(cache, path, jnp.array([2], jnp.int32))
-    assert out.length.tolist() == [5]
-    assert out.k[0].ravel()[:5].tolist() == [1, 2, 3, 10, 12]
-    assert out.v[0].ravel()[:5].tolist() == [10, 20, 30, 100, 120]
-
-
 @pytest.mark.parametrize("batch", [1, 64])
 def test_commit_of_any_path(batch):
     rng = np.random.default_rng(0)

@@ -137,10 +137,6 @@ def test_layers_that_training_cannot_follow(spans, layers, error) -> None:
 
 
 def test_settings_and_layouts_without_room_for_it(runs, trained, tmp_path) -> None:
-    config = config_file(runs, tmp_path, RUN)
-    assert "only the first specialist may have several layers" in refusal(
-        main, "--config", config, "specialists.layers_per_specialist=[1,2]"
-    )
     values = DRAFT | {"specialists": {"positions_per_specialist": [1, 2], "depth": 3}}
     config = config_file(runs, tmp_path, values, init_draft=str(trained / "model"))
     assert "want 3 or more in the first specialist, which init_draft" in refusal(

@@ -19,19 +19,6 @@ from poss_jax.model.cache import attend_cached, newest_rows
 LLAMA = tiny_llama()
 
 
-def test_newest_rows_drawn():
-    #        0 1 2 3 | 4 5 6 7 8 9 | not used
-    rows = jnp.arange(12.0).reshape(1, 1, 12, 1)
-    (k, _), count = newest_rows((rows, rows), jnp.array([10], jnp.int32), 3, 4)
-    assert k.ravel().tolist() == [0, 1, 2, 3, 7, 8, 9]
-    assert count.tolist() == [7]
-    (k, _), count = newest_rows((rows, rows), jnp.array([10], jnp.int32), 3, 0)
-    assert (k.ravel().tolist(), count.tolist()) == ([7, 8, 9], [3])
-    (k, _), count = newest_rows((rows, rows), jnp.array([5], jnp.int32), 3, 4)
-    assert k.ravel().tolist()[:5] == [0, 1, 2, 3, 4]
-    assert count.tolist() == [5]
-
-
 @pytest.mark.parametrize("window", [1, 59, 60])
 def test_a_window_leaves_out_the_rows_between(window):
     """Rows that the window leaves out become own rows that no query attends."""

@@ -61,18 +61,11 @@ MASKED = dataclasses.replace(LOOPED, mask_token=5, window=6, num_sinks=0)
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("config", "is_sampled"),
-    [
-        pytest.param(CONFIG, False, id="greedy", marks=pytest.mark.slow),
-        pytest.param(CONFIG, True, id="sampled"),
-        pytest.param(LOOPED, True, id="looped"),
-        pytest.param(NARROW, True, id="narrow"),
-        pytest.param(MASKED, True, id="masked"),
-    ],
+    "config", [CONFIG, LOOPED, NARROW, MASKED], ids=["sampled", "looped", "narrow", "masked"]
 )
-def test_speculative_equals_autoregressive(config: DraftConfig, is_sampled: bool) -> None:
+def test_speculative_equals_autoregressive(config: DraftConfig) -> None:
     tree = TreeConfig(depth=3 if config.is_looped else 4, top_k=3, total_tokens=12)
-    Shape(LLAMA, config, tree, 3, is_sampled=is_sampled).check_pairs()
+    Shape(LLAMA, config, tree, 3, is_sampled=True).check_pairs()
 
 
 def feed_back_normed(params: Any, config: Any, embedded: Any, features: Any) -> Any:
@@ -240,22 +233,19 @@ def test_a_draft_of_speculators(target: Path, tmp_path: Path) -> None:
     del config["norm_before_residual"]
     (folder / "config.json").write_text(json.dumps(config))
     assert any("norm_before_residual False" in s for s in plan_draft(str(folder), target).assumed)
-    (folder / "config.json").write_text(json.dumps(config | {"norm_before_fc": False}))
-    with pytest.raises(UserError, match="says norm_before_fc False, the weights hold input_norm"):
-        plan_draft(str(folder), target)
     (folder / "config.json").write_text(json.dumps(config | {"embed_requires_grad": True}))
     own = plan_draft(str(folder), target)
     assert own.record.draft.has_embedding
     np.testing.assert_array_equal(arrays(own)["embed/weight"], embedding)
 
 
+EMBEDDING = {"embed_tokens.weight": np.ones((260, 128), np.float32)}
 MASK = np.random.default_rng(0).normal(size=(1, 1, 384)).astype(np.float32)
 
 
 @pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
 def test_a_draft_of_p_eagle(key: str, target: Path, tmp_path: Path) -> None:
-    embedding = {"embed_tokens.weight": np.ones((260, 128), np.float32)}
-    tensors = one_specialist(embedding | {"mask_hidden": MASK})
+    tensors = one_specialist(EMBEDDING | {"mask_hidden": MASK})
     names = {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 1}
     got = plan_draft(str(write(tmp_path / "source", tensors, **names, **{key: 7})), target)
     assert (got.record.method, got.record.draft.mask_token) == ("p-eagle", 7)
@@ -288,18 +278,6 @@ def test_a_sliding_window(config: Any, window: int | None, target: Path, tmp_pat
     assert draft.trained_window == window == draft.window
 
 
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_an_embedding_that_is_not_the_target_s(is_trained, target, tmp_path) -> None:
-    embedding = {"embed_tokens.weight": np.ones((260, 128), np.float32)}
-    said = {"num_hidden_layers": 1, "embed_requires_grad": is_trained}
-    source = str(write(tmp_path / "source", one_specialist(embedding), **said))
-    if is_trained:
-        assert (arrays(plan_draft(source, target))["embed/weight"] == 1).all()
-        return
-    with pytest.raises(UserError, match=r"embed_tokens\.weight differs .* by embed_requires_grad"):
-        plan_draft(source, target)
-
-
 def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> None:
     tensors = {k.replace("layers.0", "midlayer"): v for k, v in one_specialist({}).items()}
     source = write(tmp_path / "source", tensors, num_hidden_layers=1)
@@ -318,7 +296,6 @@ def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> N
         ({"d2t": np.zeros(80, np.int64) - 1}, {}, "want the offsets of 80 ascending ids"),
         ({"t2d": np.ones(260, bool)}, {}, "t2d and d2t name different tokens"),
         ({"norm.weight": None}, {}, r"missing norm\.weight \[128\]"),
-        ({"layers.1.hidden_norm.weight": None}, {}, r"missing layers\.1\.hidden_norm"),
         ({}, {"fc_norm": True}, r"says fc_norm True, the weights hold no fc_norm\.0\.weight"),
         (WHOLE, {"norm_before_fc": False}, "says norm_before_fc False, the weights hold input"),
         (WHOLE | EACH, {}, "want norms of one kind before fc, got input_norm.* and fc_norm"),
@@ -335,8 +312,8 @@ def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> N
         ({"mask_hidden": MASK}, {"mask_token_id": 3}, "only a draft of one specialist"),
         ({"eagle_module.fc.weight": np.zeros(2)}, {}, "export it with ModelOpt and convert what"),
         ({"d2t": np.zeros(80, np.int32)}, {}, "d2t: want int64 .*, got I32"),
-        ({"d2t": np.array(0)}, {}, r"d2t: want int64 \[80\], got int64 \[\]; give the draft's own"),
         ({"d2t": np.zeros((80, 1), np.int64)}, {}, r"want int64 \[80\], got int64 \[80, 1\]"),
+        (EMBEDDING, {}, r"embed_tokens\.weight differs .* by embed_requires_grad"),
         ({"t2d": np.ones((260, 1), bool)}, {}, r"t2d: want bool \[260\], got bool \[260, 1\]"),
         ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1] * 3}}, "want a list of"),
         ({}, {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "want it inside of eagle_config"),

@@ -99,7 +99,6 @@ def test_it_is_written_and_read(tmp_path):
     [
         ({"family": "gainde"}, "draft family: want one of eagle, .*, gained3, got 'gainde'"),
         ({"has_embedding": True}, "has_embedding: the family eagle has no such drafts; leave it"),
-        ({"mask_token": 3}, "mask_token: the family eagle has no such drafts; leave it out"),
         ({"layers_per_specialist": [2]}, "layers_per_specialist: the family eagle has no such"),
         ({"fc_bias": 7}, "config: fc_bias: Input should be a valid boolean"),
     ],

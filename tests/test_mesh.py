@@ -72,11 +72,6 @@ def engine() -> Engine:
     return random_engine(POSS, EIGHT)
 
 
-of_either = pytest.mark.parametrize(  # a deep draft has all that the other has
-    "draft", [pytest.param(POSS, marks=pytest.mark.slow), DEEP], ids=["poss", "deep"]
-)
-
-
 def moved(text: str) -> Iterator[tuple[str, int]]:
     """Arrays that a program moves between devices to gather or reshard them: line, numbers."""
     kinds = "all-gather|all-to-all|collective-permute"
@@ -91,9 +86,8 @@ def moved(text: str) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.quick
-@of_either
-def test_a_stream_on_eight_devices_is_that_of_one(draft: DraftConfig) -> None:
-    engine, plain = (random_engine(draft, mesh) for mesh in (EIGHT, None))
+def test_a_stream_on_eight_devices_is_that_of_one() -> None:
+    engine, plain = (random_engine(DEEP, mesh) for mesh in (EIGHT, None))
     assert plain.mesh is None
     for one in (engine, plain):
         *_, last = one.stream(PROMPTS[0], max_new_tokens=N)
@@ -179,9 +173,8 @@ def test_a_quantised_weight_is_cut_with_its_scale_and_sums(monkeypatch: pytest.M
     assert o.values.sharding.spec == P(None, "tensor") and o.scale.sharding.spec == P(None)
 
 
-@of_either
-def test_a_round_moves_no_weight_no_cache_and_no_scores(draft: DraftConfig) -> None:
-    engine = random_engine(draft, EIGHT)
+def test_a_round_moves_no_weight_no_cache_and_no_scores() -> None:
+    engine = random_engine(DEEP, EIGHT)
     batch = FixedBatch(engine, [engine.prepare(PROMPTS[0], N)])
     batch.start()
     _, config, request, state = batch.arguments

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 from oracle import Shape
 from plain_chain import check_chains, norm, run_layer
@@ -18,16 +17,13 @@ from infer.bench import costs
 from infer.bench.costs import Workload
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
-from poss_jax.config.reading import UserError
+from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftTask, prepare_draft_data
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
-from poss_jax.model.parameters import place_tree
-from poss_jax.model.sharding import make_mesh
 from train.main import main
 
 LLAMA = tiny_llama()
@@ -78,11 +74,6 @@ def test_speculative_equals_autoregressive() -> None:
     Shape(LLAMA, CONFIG, tree, 3, is_sampled=True).check_pairs()
 
 
-def test_every_parameter_has_a_place_on_a_mesh() -> None:
-    draft, mesh = random_draft(CONFIG), make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    assert jax.tree.structure(place_tree(draft, mesh)) == jax.tree.structure(draft)
-
-
 def test_a_round_reads_every_projection() -> None:
     """A drafted position reads a specialist whole; a commit reads what keys depend on."""
     work = Workload(
@@ -114,9 +105,3 @@ def test_a_run_trains_every_parameter_and_the_texts_stay(runs: Runs, tmp_path: P
     assert [one["text"] for one in drafted] == [one["text"] for one in alone]
     arguments = ["--model", str(model), "--target", target, "--output", str(tmp_path / "out")]
     assert "no layout holds the family mtp" in refusal(convert, "export", *arguments)
-
-
-def test_several_layers_are_refused() -> None:
-    deep = replace(CONFIG, layers_per_specialist=(2,))
-    with pytest.raises(UserError, match="layers_per_specialist: the family mtp has no such drafts"):
-        init_draft(deep, jax.random.key(0))

@@ -44,15 +44,6 @@ def exact(rows: Any, weight: Quantised) -> np.ndarray:
     return np.asarray(rows, np.float64) @ values.T
 
 
-def test_limbs_drawn():
-    #  1.27 -> 127;  -0.635 = -63.5 steps of 0.01 -> -63 - 128/256;  0.3025 -> 30 + 64/256
-    scale, limbs = split_limbs(jnp.array([[1.27, -0.635, 0.3025, 0.0]]), 2)
-    np.testing.assert_allclose(scale, [[0.01]])
-    signed = np.asarray(limbs, int) - 128
-    np.testing.assert_array_equal(signed[0], [[127, -63, 30, 0]])
-    np.testing.assert_array_equal(signed[1], [[0, -128, 64, 0]])
-
-
 def test_zero_rows_stay_zero():
     _, weight = draw(1)
     np.testing.assert_array_equal(linear(jnp.zeros((2, 96)), weight), 0)

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax.decode.tree import make_tree, root_tree
+from poss_jax.decode.tree import make_tree
 from poss_jax.decode.verify import accept
-from poss_jax.model.ranking import choose
 
 
 def test_drawn_acceptance():
@@ -32,19 +31,6 @@ def test_drawn_acceptance():
     assert paths == [[0, 1, 3], [0, 2], [0], [0, 1, 3, 4]]
     emitted = [row[: n + 1] for row, n in zip(out.emitted.tolist(), [2, 1, 0, 3], strict=True)]
     assert emitted == [[2, 4, 5], [3, 9], [9], [2, 4, 7, 8]]
-
-
-def test_a_root_alone_emits_its_bonus_token():
-    tree = root_tree(jnp.array([3, 4], jnp.int32))
-    out = accept(tree, jnp.array([[5], [6]], jnp.int32), max_accepted=0)
-    assert out.num_accepted.tolist() == out.num_offered.tolist() == [0, 0]
-    assert out.emitted.tolist() == [[5], [6]]
-
-
-def test_lowest_id_among_equals_is_chosen():
-    chosen = choose(jnp.array([[0.0, 2.0, 2.0], [3.0, 2.0, 3.0]]))
-    assert chosen.dtype == jnp.int32
-    assert chosen.tolist() == [1, 0]
 
 
 def draw_tree(rng, num_nodes: int, depth: int, vocabulary: int) -> tuple[list[int], list[int]]:
