@@ -119,8 +119,6 @@ class _Handler(BaseHTTPRequestHandler):
             content, number = self.objects.get(full), self.objects.generation(full)
         if content is None:
             return self._answer(404)
-        if query.get("ifGenerationNotMatch") == str(number):
-            return self._answer(304)
         about = {"x-goog-generation": str(number)}
         asked = self.headers.get("Range")
         if asked is None:
@@ -135,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         for key, value in (about or {}).items():
             self.send_header(key, value)
-        if code not in (204, 304):
+        if code != 204:
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -196,15 +194,7 @@ class FakeStorage(fsspec.AbstractFileSystem):
         return io.BytesIO(content)
 
     def rm_file(self, path: str) -> None:
-        self.objects.file(self._strip_protocol(path)).unlink()
-
-    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        name = self._strip_protocol(path)
-        if self.info(name)["type"] == "directory" and not recursive:
-            raise IsADirectoryError(path)
-        names = [name] if self.objects.get(name) is not None else self.objects.names(f"{name}/")
-        for one in names:
-            self.rm_file(one)
+        self.objects.file(self._strip_protocol(path)).unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_used_rows import arrays
 
 from poss_jax.model import cache as caches
 from poss_jax.model.cache import (
@@ -11,6 +12,7 @@ from poss_jax.model.cache import (
     KVCache,
     attend_cached,
     commit_rows,
+    newest_rows,
     take_rows,
     write_rows,
 )
@@ -118,3 +120,18 @@ def test_cached_and_own_rows_are_attended_as_one_text(monkeypatch, block, batch,
     garbage = jnp.where(jnp.arange(S)[None, None, :, None] < length[:, None, None, None], 0, 1e30)
     again = jax.jit(attend_cached)(q, (k + garbage, v + garbage), length, (own_k, own_v), among)
     np.testing.assert_array_equal(again, out)
+
+
+@pytest.mark.parametrize("window", [1, 59, 60])
+def test_a_window_leaves_out_the_rows_between(window):
+    """Rows that the window leaves out become own rows that no query attends."""
+    q, (k, v), length, own, among = arrays((4, 2), 64, 6, 6, [3, 40, 64])
+    stored, used = newest_rows((k, v), length, window, 4)
+    got = jax.jit(attend_cached)(q, stored, used, own, among)
+    row = jnp.arange(64)[None]
+    is_seen = (row < length[:, None]) & ((row < 4) | (row >= length[:, None] - window))
+    is_seen = jnp.broadcast_to(is_seen[:, None], (3, 6, 64))
+    joined = tuple(jnp.concatenate(pair, axis=2) for pair in zip((k, v), own, strict=True))
+    both = jnp.concatenate([is_seen, among], axis=2)
+    want = jax.jit(attend_cached)(q, (k, v), jnp.zeros_like(length), joined, both)
+    np.testing.assert_allclose(got, want, atol=2e-6, rtol=0)

@@ -9,8 +9,6 @@ import pytest
 from programs import NUM_NEW, Runs, copy_model, generate, refusal, summary, write_lines
 
 from infer.generate import cli, main
-from poss_jax.config.decoding import EngineConfig
-from poss_jax.config.reading import UserError
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.engine import Engine
 
@@ -150,12 +148,10 @@ def test_a_prompt_is_tokenised_once_for_every_answer(target, prompts, tmp_path, 
         ("--target {target} --prompt x --show-drafts", "marks text as it is streamed; set stream"),
         ("--target {target} --prompt x --stream --batch-size 2", "leave out batch_size"),
         ("--target {target} --prompt x --batch-size 10000000 --max-new-tokens 9", "need at least "),
+        ("--target {target} --prompt x --draft-window 64", "limits a draft; give draft, too"),
         ("--target {target} --prompt x --trees nowhere", "config nowhere: No such file"),
         ("--target {target} --prompt x --max-new-tokens 9 --stop=", "want strings, got an empty"),
-        (
-            "--target {target} --prompt x --max-new-tokens 9 --logit-bias 300=1",
-            "1 of 1: logit_bias",
-        ),
+        ("--target {target} --prompt x --logit-bias 300=1", "1 of 1: logit_bias"),
     ],
 )
 def test_bad_arguments_write_nothing(runs, tmp_path, arguments, error) -> None:
@@ -275,16 +271,3 @@ def test_a_written_line_is_a_prompt_that_brings_back_its_answer(runs, sampled, t
     models = runs.model("target"), runs.model("poss2")
     (again,) = generate(*models, tmp_path, "--prompts", prompts, *SMALL)
     assert again["output_ids"] == sampled[2]["output_ids"]
-
-
-def test_another_way_to_draft_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def load(target: str, draft: None, settings: EngineConfig, **_: Any) -> Engine:
-        seen.append(settings.drafting)
-        raise UserError("no model here")
-
-    monkeypatch.setattr(Engine, "load", load)
-    for options in ([], ["--drafting", "sampled"]):
-        refusal(main, "--target", "x", "--prompt", "a", *options)
-    assert seen == ["coupled", "sampled"]

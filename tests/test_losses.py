@@ -42,16 +42,20 @@ def ours(predictions, mask, objective, chunk):
     return losses.total, losses
 
 
-def plain(predictions, head, features, mask, top_k):
-    """(total, (feature, probability, top-K)), with all logits and whole distributions."""
+def plain(predictions, own, head, features, mask, top_k, ids=None):
+    """(total, ((feature, probability, top-K), tokens)), with whole logits, of some ids or all."""
     difference = jnp.abs(predictions - features)
     smooth_l1 = jnp.where(difference < 1, difference**2 / 2, difference - 1 / 2).mean(axis=-1)
-    target = jax.nn.softmax(features @ head.T)
-    products = target * jax.nn.log_softmax(predictions @ head.T)
+    logits, known = features @ head.T, mask
+    if ids is not None:
+        logits, known = logits[..., ids], mask & jnp.isin(logits.argmax(axis=-1), ids)
+    target = jax.nn.softmax(logits)
+    products = target * jax.nn.log_softmax(predictions @ own.T)
     smallest = jnp.sort(target, axis=-1)[..., -min(top_k, V)][..., None]
-    rows = (smooth_l1, -products.sum(-1), -jnp.where(target >= smallest, products, 0.0).sum(-1))
-    terms = tuple((mask * row).sum() / (mask.sum() + 1e-5) for row in rows)
-    return 0.7 * terms[0] + 0.3 * terms[1] + 1.3 * terms[2], terms
+    of_best = jnp.where(target >= smallest, products, 0.0)
+    rows = (mask, smooth_l1), (known, -products.sum(-1)), (known, -of_best.sum(-1))
+    terms = tuple((trained * row).sum() / (mask.sum() + 1e-5) for trained, row in rows)
+    return 0.7 * terms[0] + 0.3 * terms[1] + 1.3 * terms[2], (terms, target.argmax(axis=-1))
 
 
 def restricted(predictions, own, objective, vocabulary, *, has_own_head):
@@ -80,31 +84,22 @@ def test_losses_restricted_to_a_vocabulary(has_own_head):
         losses, targets = restricted(predictions, own, objective, ids, has_own_head=has_own_head)
         return losses.total, targets
 
-    def naive(predictions, own):
-        logits = FEATURES @ HEAD.T
-        known = MASK & jnp.isin(logits.argmax(-1), ids)
-        target = jax.nn.softmax(logits[..., ids])
-        head = own if has_own_head else HEAD[ids]
-        products = target * jax.nn.log_softmax(predictions @ head.T)
-        smallest = jnp.sort(target, axis=-1)[..., -3][..., None]
-        size = jnp.abs(predictions - FEATURES)
-        feature = jnp.where(size < 1, size**2 / 2, size - 1 / 2).mean(axis=-1)
-        rows = (0.7, MASK, feature), (0.3, known, -products.sum(-1))
-        rows += ((1.3, known, -jnp.where(target >= smallest, products, 0.0).sum(-1)),)
-        terms = [weight * jnp.where(mask, row, 0.0).sum() for weight, mask, row in rows]
-        return sum(terms) / (MASK.sum() + 1e-5), target.argmax(-1)
+    def wanted(predictions, own):
+        own = own if has_own_head else HEAD[ids]
+        total, (_, tokens) = plain(predictions, own, HEAD, FEATURES, MASK, 3, ids)
+        return total, tokens
 
     with jax.numpy_dtype_promotion("standard"):
         got, want = (
             jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(PREDICTIONS, own)
-            for run in (ours, naive)
+            for run in (ours, wanted)
         )
     targets = got[0][1]
     np.testing.assert_array_equal(targets.tokens, want[0][1])
     assert 0 < targets.is_known.sum() < targets.is_known.size
     np.testing.assert_allclose(got[0][0], want[0][0], rtol=1e-5)
-    for ours_of, wanted in zip(got[1], want[1], strict=True):
-        np.testing.assert_allclose(ours_of, wanted, atol=1e-6)
+    for gradient, wanted_gradient in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(gradient, wanted_gradient, atol=1e-6)
 
 
 def test_the_feature_loss_in_deviations_of_the_target():
@@ -185,9 +180,9 @@ def test_draft_losses_and_their_gradient(chunk, top_k):
     run = jax.jit(jax.value_and_grad(partial(ours, objective=objective, chunk=chunk), has_aux=True))
     (total, losses), gradient = run(PREDICTIONS, MASK)
     with jax.enable_x64(True):
-        arrays = [jnp.asarray(x, jnp.float64) for x in (PREDICTIONS, HEAD, FEATURES, MASK)]
-        run = jax.jit(jax.value_and_grad(plain, has_aux=True), static_argnums=4)
-        (want_total, terms), want_gradient = run(*arrays, top_k)
+        arrays = [jnp.asarray(x, jnp.float64) for x in (PREDICTIONS, HEAD, HEAD, FEATURES, MASK)]
+        run = jax.jit(jax.value_and_grad(plain, has_aux=True), static_argnums=5)
+        (want_total, (terms, _)), want_gradient = run(*arrays, top_k)
     got = [losses.feature, losses.probability, losses.top_k, total, losses.total]
     np.testing.assert_allclose(got, [*terms, want_total, want_total], rtol=1e-6)
     assert_near_in_norm(gradient, want_gradient)

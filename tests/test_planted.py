@@ -34,13 +34,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["generate model.gguf --question !! --max-new-tokens 1", "inspect model.gguf"],
-    ids=["generate", "inspect"],
+    ("words", "typed"),
+    [
+        ("generate model.gguf --question !! --max-new-tokens 1", ""),
+        pytest.param("chat model.gguf --max-new-tokens 1", "!!\n", marks=pytest.mark.slow),
+        ("inspect model.gguf", ""),
+    ],
 )
-def test_no_program_runs_code_of_the_working_folder(folder, tmp_path, words) -> None:
+def test_no_program_runs_code_of_the_working_folder(folder, tmp_path, words, typed) -> None:
     command, options = poss(folder, tmp_path, *words.split())
-    result = subprocess.run(command, capture_output=True, text=True, **options)
+    result = subprocess.run(command, input=typed, capture_output=True, text=True, **options)
     assert_nothing_ran(folder)
     assert result.returncode == 0, result.stderr
 

@@ -43,6 +43,19 @@ def test_drafts_are_accepted_and_change_no_text(target: poss_jax.Engine, name: s
     assert drafted.mean_acceptance_length > 1.5
 
 
+def test_an_engine_with_a_window_writes_the_same_text():
+    models = python_model("target"), python_model("eagle")
+    tree = poss_jax.TreeConfig(depth=2, top_k=2, total_tokens=5)
+    texts = []
+    for window in (None, 2):
+        settings = poss_jax.EngineConfig(tree=tree, draft_window=window)
+        engine = poss_jax.Engine.load(*models, settings)
+        assert engine.draft_config is not None and engine.draft_config.window == window
+        texts += engine.generate([PROMPT], max_new_tokens=24)
+    assert texts[0].output_ids == texts[1].output_ids
+    assert texts[0].mean_acceptance_length != texts[1].mean_acceptance_length
+
+
 def test_the_picture_places_every_piece() -> None:
     rounds = [[Piece("a < b", 1), Piece("\n\tc", 2), Piece("d" * 120, 0)], [Piece("!", 9)]]
     drawn = texts(picture.draw("if ", rounds))

@@ -24,7 +24,7 @@ SHAPES = {
     "tiny": ((1, 4, 2), (1,), 3),
     "first": ((4, 3, 14), (1, 2), 3, (3, 1)),
 }
-# A first specialist of several layers is also in test_draft_window.
+# A first specialist of several layers also has a window, below.
 MARKS = dict.fromkeys(("default", "deep", "tiny", "first"), pytest.mark.slow) | {
     "chain": pytest.mark.quick
 }
@@ -100,3 +100,13 @@ def test_shared_keys_and_values_take_one_cache():
     assert (num_own, num_shared) == (2, 1)
     for a, b in zip(jax.tree.leaves(of_own), jax.tree.leaves(of_shared), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_drafts_with_a_window_are_lossless():
+    """EAGLE-3 has a window in test_eagle3.py."""
+    llama = tiny_llama()
+    draft = DraftConfig(
+        layer=llama, positions_per_specialist=(1, 2), layers_per_specialist=(3, 1), window=5
+    )
+    tree = TreeConfig(depth=3, top_k=3, total_tokens=12)
+    Shape(llama, draft, tree, 3, is_sampled=True).check_pairs(10)
