@@ -151,7 +151,7 @@ def test_a_prompt_is_tokenised_once_for_every_answer(target, prompts, tmp_path, 
         ("--target {target} --prompt x --draft-window 64", "limits a draft; give draft, too"),
         ("--target {target} --prompt x --trees nowhere", "config nowhere: No such file"),
         ("--target {target} --prompt x --max-new-tokens 9 --stop=", "want strings, got an empty"),
-        ("--target {target} --prompt x --logit-bias 300=1", "1 of 1: logit_bias"),
+        ("--target {target} --prompt x --max-new-tokens 9 --logit-bias 300=1", "1: logit_bias"),
     ],
 )
 def test_bad_arguments_write_nothing(runs, tmp_path, arguments, error) -> None:
