@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 from oracle import Shape
 from plain_chain import check_chains, norm, run_layer
@@ -90,6 +91,7 @@ def test_a_round_reads_every_projection() -> None:
     assert costs.commit(work).bytes == 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(read))
 
 
+@pytest.mark.slow
 def test_a_run_trains_every_parameter_and_the_texts_stay(runs: Runs, tmp_path: Path) -> None:
     main(["--config", config_file(runs, tmp_path, RUN)])
     model, target = tmp_path / "run/model", runs.model("target")

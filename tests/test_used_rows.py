@@ -78,19 +78,15 @@ def test_a_chunk_attends_itself_in_order():
         np.testing.assert_allclose(got, want, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "draft",
-    [pytest.param(EAGLE, id="eagle"), pytest.param(EAGLE3, id="eagle3")],
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("draft", [EAGLE, EAGLE3], ids=["eagle", "eagle3"])
 def test_speculative_equals_autoregressive(by_kernel, draft):
     tree = TreeConfig(depth=2, top_k=3, total_tokens=8)
     Shape(LLAMA, draft, tree, 3, is_sampled=True).check_pairs(5)
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(METHODS[-1], marks=pytest.mark.slow), METHODS_E3[-1]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [METHODS[-1], METHODS_E3[-1]])
 def test_rounds_equal_recorded_ones(by_kernel, method, tmp_path):
     check_rounds(load_golden(tmp_path, method), "_small")
 
