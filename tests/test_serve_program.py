@@ -36,10 +36,6 @@ def serving(runs: Runs, *arguments: str) -> Iterator[tuple[Program, httpx.Client
         assert program.process.poll() is None or "Traceback" not in program.said
 
 
-def is_ready(client: httpx.Client) -> bool:
-    return client.get("/ready").status_code == 200
-
-
 def last_event(lines: Iterator[str]) -> dict[str, Any]:
     *_, last = (line for line in lines if line not in ("", "data: [DONE]"))
     return json.loads(last.removeprefix("data: "))
@@ -52,16 +48,13 @@ def test_sigterm_finishes_what_was_begun(runs: Runs) -> None:
         until(lambda: '"path": "/"' in program.said)
         entry = next(json.loads(line) for line in program.said.splitlines() if line[:1] == "{")
         assert (entry["method"], entry["status"]) == ("GET", 200) and entry["id"]
-        until(lambda: is_ready(client), seconds=200)
-        with client.stream("POST", PATH, json=STREAMED) as stream:
-            lines = stream.iter_lines()
-            assert next(lines)
+        with client.stream("POST", PATH, json=STREAMED) as stream:  # waits for the compiler
             program.process.send_signal(signal.SIGTERM)
             until(lambda: "draining: 1 answers" in program.said)
             refused = client.post(PATH, json=LONG)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert client.get("/ready").status_code == 503 and client.get("/health").is_success
-            assert last_event(lines)["choices"][0]["finish_reason"] == "length"
+            assert last_event(stream.iter_lines())["choices"][0]["finish_reason"] == "length"
         assert program.process.wait(60) == 0
 
 
@@ -70,12 +63,9 @@ def test_sigterm_finishes_what_was_begun(runs: Runs) -> None:
 def test_signals_cut_answers_after_a_time(runs: Runs, number: int) -> None:
     options = ["--drain-seconds", "0"] if number == signal.SIGTERM else []
     with serving(runs, *options) as (program, client):
-        until(lambda: is_ready(client), seconds=200)
-        with client.stream("POST", PATH, json=STREAMED) as stream:
-            lines = stream.iter_lines()
-            assert next(lines)
+        with client.stream("POST", PATH, json=STREAMED) as stream:  # waits for the compiler
             program.process.send_signal(number)
-            assert last_event(lines)["error"]["message"] == CUT
+            assert last_event(stream.iter_lines())["error"]["message"] == CUT
         assert program.process.wait(100) == 0 and "the other answers are cut" in program.said
 
 
