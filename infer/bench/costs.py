@@ -30,7 +30,8 @@ from poss_jax.model.target import compute_dtype
 class Device:
     """Bandwidth and size of a device's memory, and its rate of dense matrix products.
 
-    The rate is of the dtype that decoding computes in: bfloat16, on a CPU float32.
+    The rate is of the products that decoding computes: bfloat16, on a CPU float32, or those of the
+    kernel with int8 weights.
     """
 
     name: str

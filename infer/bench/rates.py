@@ -40,13 +40,13 @@ _OTHER_WIDTHS = (32768, 8192)
 class Roofline:
     """Measured rates of a device."""
 
-    device: Device  # the best rates, which floors are computed with
+    device: Device  # the best rates, of float products; `device_for` has those of floors
     # FLOPs per second of a product with a large weight, by its number of rows; `square`: a product
     # of two square matrices; `int8`: the kernel's product with an int8 weight, if there is one.
     flops_by_rows: dict[str, float]
 
     def device_for(self, weights: Weights) -> Device:
-        """The device with the rate of the products that a model's weights take part in."""
+        """Returns the device with the rate of a model's products, which its floors need."""
         is_tiled = getattr(weights.target["head"]["weight"], "is_tiled", False)
         if not is_tiled or "int8" not in self.flops_by_rows:
             return self.device
