@@ -190,7 +190,7 @@ OPTIONS = {
     "greedy": [],
     "sampled": "--temperature 1.2 --top-p .95 --seed 5 --logit-bias 299=1 --stop a".split(),
 }
-TREE_OPTIONS = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()
+TREE_OPTIONS = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6 --lookup 0".split()
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_streamed_text_is_what_is_printed_otherwise(models, prompts, kind, capsy
 
 def test_drafts_are_marked(models, answers, monkeypatch, capsys) -> None:
     set_colours(monkeypatch)
-    options = ["--max-new-tokens", str(N), "--stream", "--show-drafts", "--lookup", "0"]
+    options = ["--max-new-tokens", str(N), "--stream", "--show-drafts"]
     main([*models, "--prompt", PROMPTS[0], *options])
     captured = capsys.readouterr()
     before, after = BRACKETS
@@ -282,7 +282,7 @@ def test_interrupted_stream_keeps_what_was_printed_and_the_finished_answers(
     output = tmp_path / "answers.jsonl"
     options = ["--prompts", prompts, "--max-new-tokens", str(N), "--output", str(output)]
     with pytest.raises(KeyboardInterrupt):
-        main([*models, *options, "--stream", "--lookup", "0"])
+        main([*models, *options, "--stream"])
     text, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     begun = "".join(chunk.text for chunk in shown[-3:])
     assert begun and (second.text or "").startswith(begun)
