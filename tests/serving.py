@@ -187,11 +187,11 @@ def guided(engine: Engine, job: Job) -> Job:
 
 
 def decode_each(engine: Engine, prompts: Sequence[PreparedPrompt]) -> list[Generation]:
-    """Answers of the engine, each beside a prompt that has all settings: one program for all."""
+    """Answers of the target alone, each beside a prompt that has all settings: one program."""
     settings = SamplingConfig(temperature=1.0, frequency_penalty=0.5, logit_bias={5: 1.0})
     other = PreparedPrompt([5], 1, settings)
     pairs = [item for prompt in prompts for item in (prompt, other)]
-    return engine.decode(pairs, batch_size=2)[::2]
+    return engine.with_tree({1: None}).decode(pairs, batch_size=2)[::2]
 
 
 def until(is_so: Callable[[], Any], seconds: float = 60.0) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from serving import Served, request_bytes, serving, until
 from test_grammar import SMALL, draw_engine
+from test_scheduler_warm_up import Gate, answer_of, compiling, until_sizes
 from tokenizer_pool import VOCAB_SIZE, tokenizer_of
 
 from poss_jax import UserError
@@ -18,6 +19,7 @@ from poss_jax.engine import grammar as grammars
 from poss_jax.engine import grammar_trials
 from poss_jax.engine.grammar import Grammar, GrammarCompiler
 from poss_jax.engine.grammar_trials import Trial
+from poss_jax.engine.slots import Slots
 
 CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}
 
@@ -171,6 +173,24 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, Event]]:
             yield served, goes_on
         finally:
             goes_on.set()
+
+
+def test_a_grammar_waits_for_its_rounds_and_lets_others_pass(monkeypatch) -> None:
+    """They are compiled next, and not by the thread that decodes."""
+    engine, gate = draw_engine(SMALL), Gate(monkeypatch)
+    with compiling(Slots(engine, sizes=(1, 2), max_length=100), gate) as scheduler:
+        until_sizes(scheduler, gate, (1,))
+        assert scheduler.compilation is not None
+        grammar = Grammar.choice(["yes", "no"])
+        guided = scheduler.submit(grammar.constrain(engine.prepare([5, 7], 40), engine))
+        assert answer_of(scheduler.submit(engine.prepare([5, 7], 5))).stop_reason == "length"
+        assert scheduler.num_waiting == 1
+        while not scheduler.compilation.guided_sizes:
+            gate.open(1)
+            time.sleep(0.05)
+        assert scheduler.compilation.sizes == (1,)
+        assert answer_of(guided).text in ("yes", "no")
+        assert scheduler.stats.compilations == 0
 
 
 def test_other_requests_do_not_wait_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:

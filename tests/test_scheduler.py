@@ -29,7 +29,7 @@ from poss_jax.engine.streams import Ticket, merge
 from poss_jax.shapes import Params
 
 LEAST_ROWS = 512  # `alone` compiles one program for all lengths of prompts
-TREES = {1: TreeConfig(depth=2, top_k=2, total_tokens=6), 4: None}
+TREES = {1: TreeConfig(depth=2, top_k=2, total_tokens=6), 3: None}
 SETTINGS = [
     SamplingConfig(),
     SamplingConfig(temperature=1.0, seed=1),
@@ -68,7 +68,7 @@ def make_slots(engine: Engine, *sizes: int) -> Slots:
 @pytest.fixture(scope="module")
 def warm(engine: Engine) -> Iterator[Scheduler]:
     """A scheduler that compiles nothing after its warm-up, whatever is asked of it."""
-    scheduler = Scheduler(make_slots(engine, 2, 4))
+    scheduler = Scheduler(make_slots(engine, 3, 4))
     scheduler.warm_up()
     yield scheduler
     assert scheduler.error is None and scheduler.stats.compilations == 0
@@ -77,8 +77,8 @@ def warm(engine: Engine) -> Iterator[Scheduler]:
 
 @pytest.fixture
 def cold(engine: Engine) -> Iterator[Scheduler]:
-    """A scheduler of two slots that compiles as it goes."""
-    scheduler = Scheduler(make_slots(engine, 2), max_queue=3)
+    """A scheduler of three slots that compiles as it goes."""
+    scheduler = Scheduler(make_slots(engine, 3), max_queue=4)
     yield scheduler
     scheduler.close()
 
@@ -207,7 +207,7 @@ def test_shared_beginnings_of_prompts_change_no_text(engine: Engine, warm: Sched
 
 
 def test_the_draft_rests_if_nobody_wants_it(engine: Engine):
-    slots, prompt = make_slots(engine, 2, 4), PreparedPrompt([1], 5, drafts=False)
+    slots, prompt = make_slots(engine, 3, 4), PreparedPrompt([1], 5, drafts=False)
     others = [prompt._replace(drafts=True), prompt._replace(guide=MagicMock())]
     kinds = [slots.choose_kind([item], has_logprobs=False) for item in (prompt, *others)]
     assert [kind.is_draftless for kind in kinds] == [True, False, False]
@@ -322,17 +322,17 @@ def test_text_comes_before_the_error_that_ended_it(engine, num_parts, behind, in
 
 
 def test_a_cancelled_text_frees_its_slot(engine: Engine, cold: Scheduler):
-    prompts = [engine.prepare([5, i], 250) for i in range(3)]
-    first, second, third = (cold.submit(prompt) for prompt in prompts)
+    prompts = [engine.prepare([5, i], 250) for i in range(4)]
+    first, *others = (cold.submit(prompt) for prompt in prompts)
     next(iter(first))
     first.cancel()
     *_, last = first
     tokens = last.answer.output_ids
     assert last.answer.stop_reason == "cancelled"
     assert tokens == alone(engine, prompts[0]).output_ids[: len(tokens)]
-    for stream, prompt in ((second, prompts[1]), (third, prompts[2])):
+    for stream, prompt in zip(others, prompts[1:], strict=True):
         assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
-    assert cold.stats.finished == {"cancelled": 1, "length": 2}
+    assert cold.stats.finished == {"cancelled": 1, "length": 3}
 
 
 def test_a_request_ends_at_its_deadline(engine: Engine, cold: Scheduler):
@@ -403,7 +403,7 @@ class Panic(BaseException):
 )
 def test_a_failure_ends_the_thread_and_is_told(engine, monkeypatch, owner, method, error):
     monkeypatch.setattr(owner, method, MagicMock(side_effect=error))
-    scheduler = Scheduler(make_slots(engine, 2))
+    scheduler = Scheduler(make_slots(engine, 3))
     prompt, timeout = engine.prepare([1, 2], 30), 0 if method == "cancel" else 60
     with pytest.raises(Closed):
         list(scheduler.submit(prompt, timeout=timeout))

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_grammar
 from serving import until
 from test_scheduler import SETTINGS, alone, draw_engine, make_slots
 
@@ -17,7 +16,6 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.batch import RoundKind
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.scheduler import Closed, Scheduler
 from poss_jax.engine.scoring import score_prompt
 from poss_jax.engine.slots import Slots
@@ -72,7 +70,7 @@ def compiling(slots: Slots, gate: Gate) -> Iterator[Scheduler]:
 
 @pytest.fixture
 def warming(engine: Engine, gate: Gate) -> Iterator[Scheduler]:
-    with compiling(make_slots(engine, 2, 4), gate) as scheduler:
+    with compiling(make_slots(engine, 3, 4), gate) as scheduler:
         yield scheduler
 
 
@@ -97,7 +95,7 @@ def until_sizes(scheduler: Scheduler, gate: Gate, sizes: tuple[int, ...]) -> Non
 def test_texts_are_the_same_while_it_compiles(engine, warming, gate) -> None:
     prompts = [engine.prepare([5, i], 6, one) for i, one in enumerate(SETTINGS)]
     scored = {"num_logprobs": 3, "max_length": 300}
-    for sizes in ((2,), (2, 4)):
+    for sizes in ((3,), (3, 4)):
         until_sizes(warming, gate, sizes)
         streams = [warming.submit(prompt) for prompt in prompts]
         for stream, prompt in zip(streams, prompts, strict=True):
@@ -112,7 +110,7 @@ def test_a_request_waits_for_what_it_needs(engine: Engine, warming: Scheduler, g
     given_up = warming.submit(prompt)
     given_up.cancel()
     assert answer_of(given_up).stop_reason == "cancelled"
-    until_sizes(warming, gate, (2,))
+    until_sizes(warming, gate, (3,))
     wants_logprobs = warming.submit(prompt, has_logprobs=True)
     time.sleep(0.2)
     assert warming.num_waiting == 1 and warming.num_running == 0
@@ -123,28 +121,10 @@ def test_a_request_waits_for_what_it_needs(engine: Engine, warming: Scheduler, g
     assert sum(len(chunk.logprobs) for chunk in chunks) == 5
 
 
-def test_a_grammar_waits_for_its_rounds_and_lets_others_pass(gate: Gate) -> None:
-    """They are compiled next, and not by the thread that decodes."""
-    engine = test_grammar.draw_engine(test_grammar.SMALL)
-    with compiling(Slots(engine, sizes=(1, 2), max_length=100), gate) as scheduler:
-        until_sizes(scheduler, gate, (1,))
-        assert scheduler.compilation is not None
-        grammar = Grammar.choice(["yes", "no"])
-        guided = scheduler.submit(grammar.constrain(engine.prepare([5, 7], 40), engine))
-        assert answer_of(scheduler.submit(engine.prepare([5, 7], 5))).stop_reason == "length"
-        assert scheduler.num_waiting == 1
-        while not scheduler.compilation.guided_sizes:
-            gate.open(1)
-            time.sleep(0.05)
-        assert scheduler.compilation.sizes == (1,)
-        assert answer_of(guided).text in ("yes", "no")
-        assert scheduler.stats.compilations == 0
-
-
 def test_a_text_that_runs_changes_its_program(engine, warming, gate, monkeypatch) -> None:
     """A greedy text begins with sampled rounds, the only ones there are."""
     monkeypatch.setattr("poss_jax.engine.scheduler._PAUSE_SECONDS", 0)
-    until_sizes(warming, gate, (2,))
+    until_sizes(warming, gate, (3,))
     used: list[RoundKind] = []
     choose = WarmUp.nearest
 
@@ -163,7 +143,7 @@ def test_a_text_that_runs_changes_its_program(engine, warming, gate, monkeypatch
 
 
 def test_compiling_rests_if_what_is_compiled_serves_all_texts(engine, warming, gate) -> None:
-    until_sizes(warming, gate, (2,))
+    until_sizes(warming, gate, (3,))
     prompt = engine.prepare([3], 5)
     with warming._changed:  # nothing begins or ends meanwhile
         rests = [warming._is_enough()]
