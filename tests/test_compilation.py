@@ -19,8 +19,7 @@ from poss_jax.model.quantise import quantise_target
 def engine() -> Engine:
     llama = tiny_llama(num_layers=1, max_position_embeddings=512)
     config = DraftConfig(layer=llama)
-    tree = TreeConfig(depth=1, top_k=2, total_tokens=3)
-    return make_engine(llama, random_target(llama), config, tree=tree)
+    return make_engine(llama, random_target(llama), config, tree=TREE)
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_a_second_call_of_the_same_shape_compiles_nothing(engine, compilations):
     engine.generate([[4, 5]] * 6, sampling=[*settings, *settings], **call)
     engine.generate([[1] * 90] * 2, sampling=settings[0], **call | {"max_new_tokens": 30})
     assert not compilations
-    engine.generate([[1] * 200] * 2, sampling=settings[0], **call)
+    engine.generate([[1] * 200] * 2, sampling=settings[0], **call | {"max_new_tokens": 1})
     assert compilations
 
 
@@ -67,9 +66,9 @@ def test_what_is_compiled_beforehand_is_not_compiled_again(engine, compilations)
 
 
 LLAMA = tiny_llama(vocab_size=64, max_position_embeddings=128)
-EAGLE = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
+EAGLE = DraftConfig(layer=LLAMA)
 EAGLE3 = DraftConfig(layer=LLAMA, family="eagle3", aux_layers=(0, 1), kv="shared", head_size=64)
-TREE = TreeConfig(depth=2, top_k=2, total_tokens=6)
+TREE = TreeConfig(depth=1, top_k=2, total_tokens=3)
 EVEN = tuple(range(0, 64, 2))
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 SAMPLING = [SamplingConfig(temperature=1, seed=3), SamplingConfig()]
