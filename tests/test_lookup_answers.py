@@ -26,6 +26,7 @@ from poss_jax.program.running import BRACKETS, BRACKETS_OF_COPIES
 
 LOOKUP, ALL = 6, 1000  # of a tree all nodes at most
 LEAST_ROWS = 128
+SHALLOW = TreeConfig(depth=2, top_k=4, total_tokens=12)
 CHAIN = TreeConfig(depth=5, top_k=1, total_tokens=6)
 
 Main = Callable[[list[str]], None]
@@ -35,7 +36,7 @@ Main = Callable[[list[str]], None]
 def alone() -> list[Generation]:
     """Answers of the target alone, with grammars, filters and penalties."""
     engine = draw_engine(None)
-    return engine.decode(prepare_all(engine), batch_size=4)
+    return engine.decode(prepare_all(engine), batch_size=8)
 
 
 def with_lookup(
@@ -87,7 +88,7 @@ def test_copies_change_no_text(config, options, batch_size, alone) -> None:
     [pytest.param(POSS, id="PosS"), pytest.param(None, id="no draft", marks=pytest.mark.slow)],
 )
 def test_copies_change_no_text_of_a_server(config, alone) -> None:
-    engine = with_lookup(config)
+    engine = with_lookup(config, SHALLOW)
     scheduler = Scheduler(make_slots(engine))
     prompts = prepare_all(engine)
     try:
@@ -111,13 +112,13 @@ def test_cached_beginnings_of_prompts_are_copied_from(
     config: DraftConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("poss_jax.engine.device.CPU_CHUNKS", (32, 16))
-    engine = with_lookup(config)
-    passage = engine.generate([[5, 7, 9]], max_new_tokens=40)[0].output_ids
+    engine = with_lookup(config, SHALLOW)
+    plain = engine.with_tree({1: None})
+    passage = plain.generate([[5, 7, 9]], max_new_tokens=40)[0].output_ids
     chats = [[*passage, 5 + index, *passage[: 20 + index]] for index in range(4)]
     prompts = [engine.prepare(chat, 40, max_length=110) for chat in chats]
-    alone = engine.with_tree({1: None}).decode(prompts)
-    slots = Slots(engine, sizes=(4,), max_length=110, max_prefix_bytes=2**26)
-    scheduler = Scheduler(slots)
+    alone = plain.decode(prompts)
+    scheduler = Scheduler(Slots(engine, sizes=(4,), max_length=110, max_prefix_bytes=2**26))
     try:
         first = list(scheduler.submit(prompts[0]))[-1].answer
         streams = scheduler.submit_all(prompts[1:])
@@ -146,7 +147,7 @@ def test_streams_of_copied_pieces_of_characters() -> None:
 
 
 def test_streams_tell_copies_from_drafts() -> None:
-    engine = with_lookup(POSS)
+    engine = with_lookup(POSS, SHALLOW)
     prompt = prepare_all(engine)[-1]
     (answer,) = engine.decode([prompt])
     chunks = list(engine.decode_rounds(prompt))
