@@ -44,7 +44,7 @@ SETTINGS = [
 ]
 
 
-TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
+TREE = TreeConfig(depth=2, top_k=2, total_tokens=6)
 
 
 @pytest.fixture(scope="module")

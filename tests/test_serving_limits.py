@@ -35,7 +35,7 @@ STREAM = request_bytes("/v1/completions", LONG | {"stream": True}, AUTH)
 @pytest.fixture(scope="module")
 def served(runs: Runs) -> Iterator[Served]:
     """A server with a key and a short queue."""
-    tree = TreeConfig(depth=3, top_k=2, total_tokens=6)  # the same programs as in test_serving
+    tree = TreeConfig(depth=2, top_k=2, total_tokens=6)  # the same programs as in test_serving
     engine = Engine.load(runs.model("target"), runs.model("poss2"), EngineConfig(tree=tree))
     small = {"max_queue": 2, "max_body_mib": 0.25, "sampling": SamplingOptions(temperature=0.0)}
     with serving(engine, api_key=KEY, has_grammars=True, **small) as served:
