@@ -18,7 +18,7 @@ from poss_jax.engine.text import Piece
 from poss_jax.program.running import BRACKETS, COLOUR, text_marks
 
 N = 24
-TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
+TREE = TreeConfig(depth=2, top_k=2, total_tokens=6)
 PROMPTS = ["def area_7", "def area_1_1(width, heig", "中"]
 SAMPLED = SamplingConfig(temperature=1.2, top_p=0.95, logit_bias={299: 1}, seed=5)
 
@@ -190,7 +190,7 @@ OPTIONS = {
     "greedy": [],
     "sampled": "--temperature 1.2 --top-p .95 --seed 5 --logit-bias 299=1 --stop a".split(),
 }
-TREE_OPTIONS = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6 --lookup 0".split()
+TREE_OPTIONS = "--tree-depth 2 --tree-top-k 2 --tree-total-tokens 6 --lookup 0".split()
 
 
 @pytest.fixture(scope="module")
