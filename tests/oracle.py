@@ -159,7 +159,7 @@ class Shape:
         self._watch.check()
 
     def check_pairs(
-        self, cases: int = 20, *, seed: int = 0, change: Callable[[Params], Params] = lambda x: x
+        self, cases: int = 12, *, seed: int = 0, change: Callable[[Params], Params] = lambda x: x
     ) -> None:
         """Checks drafts, five per target, that must show every acceptance length.
 

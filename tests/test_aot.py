@@ -86,7 +86,10 @@ def test_nothing_sorts_the_vocabulary(name):
     assert not [shape for shape in sorts if f"{V}]" in shape]
 
 
-@pytest.mark.parametrize(("name", "changes"), [("step", {}), ("round", {}), ("round", ALL)])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("step", {}), ("round", {}), pytest.param("round", ALL, marks=pytest.mark.slow)],
+)
 def test_no_cache_is_copied(name, changes):
     described = planned(**changes)
     decode = described.decode._replace(draft=None) if name == "step" else described.decode
@@ -106,7 +109,7 @@ def sums_of_products(text: str) -> list[str]:
     return [name for name in fusions if " dot(" in bodies[name] and " reduce(" in bodies[name]]
 
 
-@pytest.mark.parametrize("changes", [{}, ALL])
+@pytest.mark.parametrize("changes", [{}, pytest.param(ALL, marks=pytest.mark.slow)])
 def test_no_fusion_on_a_cpu_sums_a_product(changes):
     """JAX 0.10.2 to 0.12.0 compute `((x @ broadcast(s)) * x).sum()` as 1e36, or NaN."""
     assert sums_of_products(compiled("round", **changes).text) == []

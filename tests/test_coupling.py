@@ -65,11 +65,8 @@ def generate(weights: Weights, config: StaticShape, request: Request) -> DecodeS
         return speculate.generate(weights, config, request)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [pytest.param({}, marks=pytest.mark.slow), {"top_p": 0.9, "repetition_penalty": 1.1}],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [{}, {"top_p": 0.9, "repetition_penalty": 1.1}], ids=str)
 def test_more_is_accepted_and_nothing_changes(given, tmp_path):
     golden = load_golden(tmp_path, METHODS[-1])
     prompts = [case["prompt"] for case in read_json(f"generate_{golden.method}")["cases"]]

@@ -54,6 +54,7 @@ def test_training_and_drafting_equal_a_float64_forward() -> None:
     check_chains(DEEP, predict_eagle, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_further_layers_start_without_a_jump() -> None:
     """A deepened draft predicts, drafts and decodes what the trained one does, bit for bit."""
     target, draft = random_target(LLAMA), random_draft(PLAIN)
@@ -108,6 +109,7 @@ def test_every_layer_is_trained_and_the_texts_stay(runs, trained, tmp_path) -> N
     assert [one["text"] for one in deep] == [one["text"] for one in alone]
 
 
+@pytest.mark.slow
 def test_a_deep_draft_of_8_bits_writes_the_same_texts() -> None:
     target = quantise_target(random_target(LLAMA), "int8")
     record = new_record(LLAMA, IDENTITY, tokenizer_from=None, quantised="int8")

@@ -127,7 +127,9 @@ def test_it_is_trained():
     assert np.all(np.asarray(state.params["gain"]["scale"]) != before)
 
 
-@pytest.mark.parametrize("config", [GAINED, MASKED3], ids=["eagle", "p-eagle"])
+@pytest.mark.parametrize(
+    "config", [GAINED, pytest.param(MASKED3, marks=pytest.mark.slow)], ids=["eagle", "p-eagle"]
+)
 def test_it_is_decoded_with(config):
     """The tree depends on the parameter, the text does not."""
     target, draft = random_target(LLAMA), random_draft(config)

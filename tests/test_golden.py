@@ -31,6 +31,7 @@ from poss_jax.model.ranking import choose
 from poss_jax.model.target import stack_layers
 
 NO_STOP = jnp.asarray([-1], jnp.int32)
+MARKS = {"_small": pytest.mark.quick, "_deep": pytest.mark.slow}  # of trees
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -85,9 +86,7 @@ def check_round(recorded, row, candidates, tree, acceptance, root):
 @pytest.mark.parametrize(
     ("golden", "suffix"),
     [
-        pytest.param(method, suffix, marks=pytest.mark.slow)
-        if (method, suffix) == ("eagle", "_deep")  # the same specialist once more
-        else pytest.param(method, suffix, marks=pytest.mark.quick if suffix == "_small" else ())
+        pytest.param(method, suffix, marks=MARKS.get(suffix, ()))
         for method, suffix in product(METHODS, TREES)
     ],
     indirect=["golden"],
@@ -120,7 +119,7 @@ def _fields(part: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("part", "suffix"), [("cases", ""), pytest.param("small", "_small", marks=pytest.mark.slow)]
+    ("part", "suffix"), [pytest.param("cases", "", marks=pytest.mark.slow), ("small", "_small")]
 )
 def test_generations(golden, part, suffix):
     check_generations(golden, part, suffix)
@@ -143,7 +142,7 @@ def check_generations(golden: Golden, part: str, suffix: str) -> None:
 
 
 def test_generations_end_at_the_first_stop_token(golden):
-    check_stops(golden, "")
+    check_stops(golden, "_small")
 
 
 def check_stops(golden: Golden, suffix: str) -> None:

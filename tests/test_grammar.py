@@ -117,7 +117,7 @@ def check_matches(answers: list[Generation]) -> None:
     [
         pytest.param(TREE, POSS, id="tree"),
         pytest.param(CHAIN, POSS, id="chain", marks=pytest.mark.slow),
-        pytest.param(SMALL, E3, id="EAGLE-3"),
+        pytest.param(SMALL, E3, id="EAGLE-3", marks=pytest.mark.slow),
     ],
 )
 def test_drafts_change_no_text(tree, config, alone) -> None:
@@ -155,7 +155,10 @@ def test_sampled_drafts_know_the_grammar_at_the_root() -> None:
     assert answer.mean_acceptance_length > 1.4
 
 
-@pytest.mark.parametrize("has_draft", [True, False], ids=["draft", "no draft"])
+@pytest.mark.parametrize(
+    "has_draft",
+    [pytest.param(True, id="draft"), pytest.param(False, id="no draft", marks=pytest.mark.slow)],
+)
 def test_certain_tokens_are_nobodys_drafts(has_draft: bool) -> None:
     """They come with the rounds, but count as accepted no more than the target's own tokens."""
     engine = draw_engine(SMALL if has_draft else None).with_tree(SMALL, lookup=6)

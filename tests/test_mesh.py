@@ -98,6 +98,7 @@ def test_a_stream_on_eight_devices_is_that_of_one() -> None:
     assert len(answer.accepted_per_round) > 2
 
 
+@pytest.mark.slow
 def test_a_mixed_batch_of_three_on_two_groups_of_four_is_that_of_one_device() -> None:
     """Two key heads do not divide among four, and the groups are done after different rounds."""
     prompts = [*PROMPTS[:2], [5] * 400]

@@ -33,7 +33,7 @@ def target() -> poss_jax.Engine:
     return poss_jax.Engine.load(python_model("target"), settings=poss_jax.EngineConfig(tree=TREE))
 
 
-@pytest.mark.slow  # the notebook says the same of poss3
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["poss3", "eagle", "poss1", "poss3_e3"])
 def test_drafts_are_accepted_and_change_no_text(target: poss_jax.Engine, name: str) -> None:
     engine = target.load_draft(python_model(name))
@@ -74,6 +74,7 @@ def test_the_picture_of_the_readme_is_what_the_models_write(tmp_path: Path) -> N
     assert (tmp_path / "drafts.svg").read_text() == (ROOT / "docs" / "drafts.svg").read_text()
 
 
+@pytest.mark.slow
 def test_the_notebook_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib.use("Agg")
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)

@@ -25,7 +25,7 @@ SHAPES = {
     "first": ((4, 3, 14), (1, 2), 3, (3, 1)),
 }
 # A first specialist of several layers also has a window, below.
-MARKS = dict.fromkeys(("default", "deep", "tiny", "first"), pytest.mark.slow) | {
+MARKS = dict.fromkeys(("default", "wide", "deep", "tiny", "first"), pytest.mark.slow) | {
     "chain": pytest.mark.quick
 }
 
@@ -53,7 +53,7 @@ def check_shape(shape: tuple, *, cases: int, seed: int, is_sampled: bool = False
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in SHAPES])
 def test_speculative_equals_autoregressive(name):
     """A twelfth of the sequences is greedy; the program of batches that all are comes below."""
-    check_shape(SHAPES[name], cases=20, seed=0, is_sampled=True)
+    check_shape(SHAPES[name], cases=12, seed=0, is_sampled=True)
 
 
 @pytest.mark.quick
@@ -62,7 +62,7 @@ def test_speculative_equals_autoregressive(name):
     [name if name == "wide" else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES],
 )
 def test_greedy_speculative_equals_autoregressive(name):
-    check_shape(SHAPES[name], cases=20, seed=0)
+    check_shape(SHAPES[name], cases=12, seed=0)
 
 
 @pytest.mark.slow
@@ -102,6 +102,7 @@ def test_shared_keys_and_values_take_one_cache():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_drafts_with_a_window_are_lossless():
     """EAGLE-3 has a window in test_eagle3.py."""
     llama = tiny_llama()

@@ -89,6 +89,7 @@ def test_features_on_disk_are_those_of_the_step(runs, run, vocabulary, tmp_path)
     assert_same_run(tmp_path / "run", tmp_path / "plain" / "run", runs.model("target"))
 
 
+@pytest.mark.slow
 def test_a_draft_of_another_width_is_continued(runs: Runs, tmp_path: Path) -> None:
     """It learns, and keeps its own embedding bit for bit."""
     target = read_record(runs.model("target"))

@@ -60,6 +60,7 @@ def test_the_wheel_holds_one_package(wheel):
     assert {str(path.relative_to(ROOT)) for path in bundled if path.suffix != ".pyc"} <= set(names)
 
 
+@pytest.mark.slow
 def test_programs_run_where_there_is_no_checkout(wheel, fixtures, tmp_path):
     environment, folder = tmp_path / "environment", tmp_path / "empty"
     folder.mkdir()

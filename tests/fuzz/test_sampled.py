@@ -7,6 +7,7 @@ from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import exact_pair
@@ -48,6 +49,7 @@ def draw_request(rng: np.random.Generator) -> Request:
     )
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(SHAPES),
     st.integers(0, 2**32 - 1),
