@@ -30,8 +30,13 @@ TEXT_TESTS := tests/test_text.py tests/test_chats.py
 # Every step of training asks the system for large buffers; large pages make that cheaper.
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
+# What a run of the tests compiled, runs of the next week find.
+COMPILED := $(abspath $(VENV))/xla
+test test-quick test-torch test-isa test-slow: export JAX_COMPILATION_CACHE_DIR ?= $(COMPILED)
+test test-quick test-torch test-isa test-slow: $(COMPILED)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo chat smollm2 demo-train bundle test test-quick test-torch test-isa test-oldest test-slow test-scale test-peers fuzz smoke notebook lint lock clean venv
+.PHONY: help demo chat smollm2 demo-train bundle test test-quick test-torch test-isa test-oldest test-slow test-scale test-peers fuzz smoke notebook lint lock clean venv $(COMPILED)
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -146,6 +151,10 @@ lock: venv  ## write requirements/*.lock anew (ARGS=--upgrade takes the newest v
 clean:  ## remove the environment and caches (runs/ stays)
 	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SPECULATORS) $(CLIENTS) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(COMPILED): $(STAMP)
+	@mkdir -p $@
+	@find $@ -type f -mtime +7 -delete
 
 venv:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("poss_jax needs Python \

@@ -84,10 +84,8 @@ def device_rates() -> None:
     """Keeps made-up rates of this device, which take long to measure in unoptimised programs."""
     from infer.bench import rates  # not before pytest has hooked the type checks into poss_jax
 
-    name = rates.device_name()
-    if name not in rates.read_kept():
-        device = rates.Device(name, 1e10, 1e11, memory_bytes=0)
-        rates.keep(rates.Roofline(device, {"square": 1e11, "int8": 2e11}))
+    device = rates.Device(rates.device_name(), 1e10, 1e11, memory_bytes=0)
+    rates.keep(rates.Roofline(device, {"square": 1e11, "int8": 2e11}))
 
 
 @pytest.fixture(scope="module", autouse=True)
