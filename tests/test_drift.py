@@ -52,6 +52,7 @@ def certain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_draft_that_knows_the_target(certain: Path) -> None:
     """No drift, everything accepted, and no difference between training and decoding."""
     drafts = {name: str(certain / name) for name in ("knowing", "random")}
