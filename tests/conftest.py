@@ -127,7 +127,7 @@ def room_for_programs() -> Iterator[None]:
     """Drops compiled programs before they reach the kernel's limit of memory maps (65,530)."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_text().count("\n") > 25_000:
+    if maps.exists() and maps.read_text().count("\n") > 40_000:
         jax.clear_caches()
         gc.collect()
 
