@@ -206,7 +206,7 @@ def test_models_that_do_not_fit_are_refused(words, message):
         plan(config, make_mesh(config.mesh))
 
 
-@pytest.mark.parametrize("changes", [{}, ALL])
+@pytest.mark.parametrize("changes", [{}, pytest.param(ALL, marks=pytest.mark.slow)])
 def test_what_is_lent_is_counted_once(changes):
     plan = planned(**changes)
     target, draft = map(bytes_per_device, plan.weights)

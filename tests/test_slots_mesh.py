@@ -47,12 +47,11 @@ def serve_all(scheduler: Scheduler, engine: Engine) -> list[Any]:
     return [list(stream)[-1].answer for stream in streams]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "vocabulary", "sizes"),
-    [
-        pytest.param(POSS, None, (4,), id="heads"),
-        pytest.param(E3, tuple(range(0, 256, 2)), (1, 4), id="2 heads", marks=pytest.mark.slow),
-    ],
+    [(POSS, None, (4,)), (E3, tuple(range(0, 256, 2)), (1, 4))],
+    ids=["heads", "2 heads"],
 )
 def test_eight_devices_serve_the_texts_of_one_and_compile_nothing(draft, vocabulary, sizes) -> None:
     alike = {"vocabulary": vocabulary, "num_layers": 1 + max(draft.aux_layers, default=0)}
