@@ -13,8 +13,8 @@ from poss_jax.decode import speculate
 from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.model.specialists import borrow_from_target, share_keys_values
 
-# (depth, top_k, total_tokens), spans, batch, layers per specialist. The fourth asks for more nodes
-# than can be drafted.
+# (depth, top_k, total_tokens), spans, batch, layers per specialist, which have a window. The fourth
+# asks for more nodes than can be drafted.
 SHAPES = {
     "default": ((6, 10, 60), (3, 3), 1),
     "wide": ((2, 10, 24), (1,), 3),
@@ -24,7 +24,6 @@ SHAPES = {
     "tiny": ((1, 4, 2), (1,), 3),
     "first": ((4, 3, 14), (1, 2), 3, (3, 1)),
 }
-# A first specialist of several layers also has a window, below.
 MARKS = dict.fromkeys(("default", "wide", "deep", "tiny", "first"), pytest.mark.slow) | {
     "chain": pytest.mark.quick
 }
@@ -44,7 +43,7 @@ def check_shape(shape: tuple, *, cases: int, seed: int, is_sampled: bool = False
     """Compares both ways of decoding over drawn models, prompts, limits and oracles."""
     (depth, top_k, total_tokens), spans, batch, *layers = shape
     llama = tiny_llama(rope=DYNAMIC if is_sampled else LONGROPE)
-    deep = {"layers_per_specialist": layers[0]} if layers else {}
+    deep = {"layers_per_specialist": layers[0], "window": 5} if layers else {}
     config = DraftConfig(layer=llama, positions_per_specialist=spans, **deep)
     tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
     Shape(llama, config, tree, batch, is_sampled=is_sampled).check_pairs(cases, seed=seed)
@@ -100,14 +99,3 @@ def test_shared_keys_and_values_take_one_cache():
     assert (num_own, num_shared) == (2, 1)
     for a, b in zip(jax.tree.leaves(of_own), jax.tree.leaves(of_shared), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow
-def test_drafts_with_a_window_are_lossless():
-    """EAGLE-3 has a window in test_eagle3.py."""
-    llama = tiny_llama()
-    draft = DraftConfig(
-        layer=llama, positions_per_specialist=(1, 2), layers_per_specialist=(3, 1), window=5
-    )
-    tree = TreeConfig(depth=3, top_k=3, total_tokens=12)
-    Shape(llama, draft, tree, 3, is_sampled=True).check_pairs(10)
