@@ -142,18 +142,17 @@ def raw_bonus(request, state, tree, logits, noise, *, original):
     return jnp.where(is_inner, chosen, jnp.argmax(wide, axis=-1).astype(jnp.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "function", "mistake"),
+    ("function", "mistake"),
     [
-        pytest.param(
-            "greedy", "round_noise", by_round, id="noise keyed by the round", marks=pytest.mark.slow
-        ),
-        pytest.param("greedy", "choose_tokens", raw_bonus, id="bonus from raw logits"),
+        pytest.param("round_noise", by_round, id="noise keyed by the round"),
+        pytest.param("choose_tokens", raw_bonus, id="bonus from raw logits"),
     ],
 )
-def test_a_planted_bias_is_found(name, function, mistake, monkeypatch):
+def test_a_planted_bias_is_found(function, mistake, monkeypatch):
     original = getattr(speculate, function)
     monkeypatch.setattr(speculate, function, partial(mistake, original=original))
-    texts = sample(name)
+    texts = sample("greedy")
     assert (texts[:BATCH] != expected()[:BATCH]).any()
     assert find_bias(texts) == ["chi-square", "total variation"]

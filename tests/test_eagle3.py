@@ -85,6 +85,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
     return load_golden(tmp_path_factory.getbasetemp() / "golden", METHODS_E3[-1])
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_family_is_noticed(golden: Golden, monkeypatch: Any) -> None:
     """Under another name, since programs are compiled by name."""
     mistaken = dataclasses.replace(EAGLE3, join=feed_back_normed)
