@@ -2,8 +2,7 @@
 
 It has XLA's older emitters, where XLA still has them: they compile in a third of the time. A
 program's kernels go through LLVM together: in 32 parts, small programs cost a fifth more. Two
-passes over loops are left out, a fifth of the compilation of a program that decodes, and XLA's
-checks of itself, a twentieth.
+passes over loops are left out, a fifth of the compilation of a program that decodes.
 """
 
 import atexit
@@ -17,7 +16,7 @@ KEPT = ("JAX_PLATFORMS", "POSS_JAX_FIXTURES", "POSS_JAX_FIXTURES_E3")
 # A libtpu, or an XLA, that does not know the flags ends the process.
 QUICK_COMPILATION = (
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_disable_hlo_passes=hlo-verifier,simplify-while-loops,while-loop-invariant-code-motion"
+    "--xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion"
     if version("jaxlib").startswith("0.10.") and not find_spec("libtpu")
     else ""
 )
