@@ -31,8 +31,8 @@ TEXT_TESTS := tests/test_text.py tests/test_chats.py
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 # What a run of the tests compiled, runs of the next week find.
-COMPILED := $(abspath $(VENV))/xla
-test test-quick test-torch test-isa test-slow: export JAX_COMPILATION_CACHE_DIR ?= $(COMPILED)
+COMPILED := $(VENV)/xla
+test test-quick test-torch test-isa test-slow: export JAX_COMPILATION_CACHE_DIR ?= $(abspath $(COMPILED))
 test test-quick test-torch test-isa test-slow: $(COMPILED)
 
 .DEFAULT_GOAL := help
