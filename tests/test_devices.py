@@ -268,7 +268,7 @@ def losses(folder: Path) -> list[list[float]]:
     return [line["loss_per_depth"] for line in lines if "loss_per_depth" in line]
 
 
-@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_processes_train_as_one_does(runs, tmp_path, is_killed):
     main(["--config", config_for(runs, tmp_path / "one", mesh={"data": 1})])
     two = tmp_path / "two"

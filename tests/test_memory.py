@@ -162,8 +162,9 @@ def test_depth_costs_one_version_each():
     assert 0 < grown <= 1.05 * 2 * B * T * WIDE.hidden_size * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", [HASS, EAGLE3], ids=lambda draft: draft.family)
+@pytest.mark.parametrize(
+    "draft", [HASS, pytest.param(EAGLE3, marks=pytest.mark.slow)], ids=lambda draft: draft.family
+)
 def test_memory_is_linear_in_length(draft):
     """Twice the rows, twice the memory; scores of all rows would be four times."""
     assert temporary_bytes(draft, 4, 2 * T) <= 1.05 * 2 * temporary_bytes(draft, 4, T)

@@ -70,7 +70,6 @@ def test_gradients_equal_a_plain_step() -> None:
         assert np.linalg.norm(np.asarray(a - b)) <= 1e-5 * np.linalg.norm(np.asarray(b))
 
 
-@pytest.mark.slow
 def test_speculative_equals_autoregressive() -> None:
     tree = TreeConfig(depth=3, top_k=3, total_tokens=10)
     Shape(LLAMA, CONFIG, tree, 3, is_sampled=True).check_pairs()

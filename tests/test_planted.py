@@ -48,7 +48,6 @@ def test_no_program_runs_code_of_the_working_folder(folder, tmp_path, words, typ
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.slow
 def test_the_process_that_tries_grammars_runs_no_code_of_the_working_folder(folder, tmp_path):
     port = str(free_port())
     small = "--max-length 64 --batch-size 1 --max-logprobs 0".split()

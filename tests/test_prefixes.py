@@ -53,9 +53,7 @@ def in_bfloat16(draft: DraftConfig) -> Engine:
 
 
 ENGINES = [
-    pytest.param(
-        lambda: in_bfloat16(E3), id="bfloat16", marks=(pytest.mark.optimised, pytest.mark.slow)
-    ),
+    pytest.param(lambda: in_bfloat16(E3), id="bfloat16", marks=pytest.mark.optimised),
     pytest.param(lambda: random_engine(DEEP, None, kind="int8"), id="deep", marks=pytest.mark.slow),
     pytest.param(lambda: make_engine(LLAMA, random_target(LLAMA)), id="no draft"),
     pytest.param(lambda: random_engine(POSS, EIGHT), id="eight devices"),

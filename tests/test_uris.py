@@ -194,7 +194,6 @@ def test_killed_run_ends_like_an_uninterrupted_local_one(runs, uploaded, objects
     assert steps == {path.name for path in (runs.root / "poss2" / "checkpoints").iterdir()}
 
 
-@pytest.mark.slow
 def test_target_trained_at_a_uri(runs, uploaded, objects, tmp_path, capsys):
     config = uri_config(uploaded, "gs://runs/target", tmp_path, TARGET)
     refused = ["output=gs://runs/none", "batch_size=1000"]
