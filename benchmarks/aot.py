@@ -11,14 +11,13 @@ as its last line one JSON object, unless a terminal shows it.
     python -m benchmarks.aot --target DIR --draft DIR --gpu h200
 """
 
-import argparse
 import json
 import os
 import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -36,7 +35,7 @@ from poss_jax.bundled.default import with_bundled
 from poss_jax.checkpoint.folder import read_draft, read_target
 from poss_jax.checkpoint.record import ModelRecord, TargetIdentity
 from poss_jax.config.bench import AheadConfig, ProgramName
-from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
+from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, one_line
 from poss_jax.decode import speculate
 from poss_jax.decode.state import Request, StaticShape, Weights
@@ -63,9 +62,12 @@ from poss_jax.program.running import run_program
 from poss_jax.shapes import Params
 from train.memory import planned_memory, tpu_slice
 
+GPUS = {"h100": ("NVIDIA H100 80GB HBM3", 79), "h200": ("NVIDIA H200", 140)}
+"""GPUs that can be compiled for without having one: name, and GiB of memory."""
+
 _ACTIONS = {
     "--topology": {"metavar": "SLICE", "help": "TPU slice, such as v6e:1x1."},
-    "--gpu": {"metavar": "NAME", "help": "h100 or h200; one device."},
+    "--gpu": {"choices": [*GPUS], "help": "A machine with one such GPU."},
     "--output": {"metavar": "FILE", "type": Path, "help": "JSON file for the report."},
     "--dump": {"metavar": "FOLDER", "type": Path, "help": "Folder for optimised HLO."},
 }
@@ -74,6 +76,8 @@ _KERNEL = re.compile(
     r"|(?:dynamic-)?(?:update-)?slice|all-reduce|all-gather|reduce-scatter|all-to-all"
     r"|collective-permute|call)(?:-start)?\("
 )
+_prefill = jax.jit(on_mesh(speculate.prefill), static_argnums=1)
+_start = on_mesh(speculate.start)
 
 
 class Plan(NamedTuple):
@@ -100,19 +104,9 @@ class Plan(NamedTuple):
 
         A group of devices along `data` reads all weights for its part of the batch.
         """
-        groups = self.mesh.shape["data"]
-        work = replace(self.work, batch=-(-self.work.batch // groups))
-        if name == "prefill":
-            cost = costs.prefill(work, work.context)
-        elif name == "step":
-            cost = costs.decode(work)
-        else:
-            cost = costs.cost_card(work, prompt_tokens=1)["round"]
-        return cost / costs.num_parts(self.mesh)
-
-
-_prefill = jax.jit(on_mesh(speculate.prefill), static_argnums=1)
-_start = on_mesh(speculate.start)
+        work = replace(self.work, batch=-(-self.work.batch // self.mesh.shape["data"]))
+        card = costs.cost_card(work, prompt_tokens=work.context) | {"step": costs.decode(work)}
+        return card.get(name, card["round"]) / costs.num_parts(self.mesh)
 
 
 class Compiled(NamedTuple):
@@ -129,13 +123,26 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
     Raises:
       UserError: a folder is missing or broken, or the models do not fit.
     """
-    record = _target_record(config)
-    target, draft, num_tokens = _describe_models(config, record)
-    kind, dtype = config.quantise or record.quantised, jnp.dtype(config.dtype)
-    weights = Weights(shapes_on(mesh, lambda: _make_target(target, dtype, kind)), {})
+    record, draft, num_tokens = _describe_models(config)
+    target, kind = record.llama, config.quantise or record.quantised
+    dtype, key = jnp.dtype(config.dtype), jax.random.key(0)
+
+    def cast(params: Params) -> Params:
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    def make_target() -> Params:
+        params = cast(init_target(target, key))
+        return fuse_target(params if kind is None else quantise_target(params, kind), target)
+
+    def make_draft(draft: DraftConfig) -> Params:
+        params = cast(init_draft(draft, key))
+        params = fuse_draft(params if kind is None else quantise_specialists(params, kind), draft)
+        ids = None if num_tokens is None else jnp.zeros(num_tokens, jnp.int32)
+        return borrow_from_target(params, make_target(), ids)
+
+    weights = Weights(shapes_on(mesh, make_target), {})
     if draft is not None:
-        draft_weights = shapes_on(mesh, lambda: _make_draft(draft, dtype, kind))
-        weights = weights._replace(draft=_attach(draft_weights, weights.target, num_tokens, mesh))
+        weights = weights._replace(draft=shapes_on(mesh, lambda: make_draft(draft)))
     tree = fit_tree(config.tree, num_tokens or target.vocab_size)
     decode = StaticShape(target, draft, tree, rows=0, chunk=ACCELERATOR_CHUNKS[0])
     decode = decode._replace(mesh=decoding_mesh(mesh), lookup=config.lookup)
@@ -152,7 +159,57 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         **dict.fromkeys(("target_bytes", "specialist_bytes"), 1 if kind else dtype.itemsize),
         **dict.fromkeys(("draft_bytes", "cache_bytes"), dtype.itemsize),
     )
-    return Plan(weights, decode, _request(config, decode, mesh), mesh, work)
+    return Plan(weights, decode, _describe_request(config, decode, mesh), mesh, work)
+
+
+def _describe_models(
+    config: AheadConfig,
+) -> tuple[ModelRecord, DraftConfig | None, int | None]:
+    """Target, draft, and the size of a draft vocabulary (None: all tokens)."""
+    if config.model is None:
+        record = read_target(str(config.target))
+    else:
+        unknown = TargetIdentity(name="model", embedding_sha256="", head_sha256="")
+        record = ModelRecord(family="target", config=config.model, target=unknown, provenance={})
+    if record.quantised is not None and config.quantise not in (None, record.quantised):
+        raise UserError(
+            f"quantise {config.quantise}: the target is quantised to {record.quantised}"
+        )
+    num_tokens, vocab_size = config.draft_tokens, record.llama.vocab_size
+    if num_tokens is not None and num_tokens > vocab_size:
+        raise UserError(f"draft_tokens: want at most the target's {vocab_size}, got {num_tokens}")
+    if config.specialists is not None:
+        draft = describe_draft(config.specialists, record.llama, num_tokens or vocab_size)
+        return record, draft, num_tokens
+    if config.draft is None:
+        return record, None, None
+    draft = read_draft(config.draft, target=record, allow_target_mismatch=True)
+    if num_tokens is not None and draft.draft.head_size is not None:
+        raise UserError(f"draft_tokens: draft {config.draft} has its own head; leave it out")
+    if num_tokens is None and draft.draft_vocabulary is not None:
+        num_tokens = len(draft.draft_vocabulary)
+    return record, draft.draft, num_tokens
+
+
+def _describe_request(config: AheadConfig, decode: StaticShape, mesh: Mesh) -> Request:
+    prompts = [PreparedPrompt([0], 1, config.sampling)] * config.batch_size
+    stop_ids = [decode.target.eos_token_ids] * config.batch_size
+    host = lay_out(prompts, stop_ids, num_tokens=decode.rows)
+    request = jax.eval_shape(make_request, host)
+    if config.sampling.is_plain:
+        request = request.replace(sampling=None)
+    return jax.tree.map(lambda leaf: leaf.update(sharding=replicate(mesh)), request)
+
+
+def state_shapes(plan: Plan, decode: StaticShape) -> Any:
+    """Shapes of the state after the prompt."""
+    state = jax.eval_shape(lambda w, r: _start(w, decode, r), plan.weights, plan.request)
+
+    def place(leaf: Any) -> Any:
+        where = NamedSharding(plan.mesh, partition_state(leaf.shape, plan.mesh))
+        return leaf.update(sharding=where)
+
+    return jax.tree.map(place, state)
 
 
 def compile_program(name: str, plan: Plan) -> Compiled:
@@ -160,144 +217,21 @@ def compile_program(name: str, plan: Plan) -> Compiled:
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     jitted = {"prefill": _prefill, "rounds": run_rounds}.get(name, run_round)
     state = () if name == "prefill" else (state_shapes(plan, decode),)
+    is_tpu = plan.mesh.devices.flat[0].platform == "tpu"
     began = time.monotonic()
     lowered = jitted.lower(plan.weights, decode, plan.request, *state)
-    program, text = _compile(lowered, plan.mesh)
-    return Compiled(program, text, time.monotonic() - began)
-
-
-def _compile(lowered: Any, mesh: Mesh) -> tuple[jax.stages.Compiled, str]:
-    """Compiles, and returns the program with its optimised HLO."""
-    if mesh.devices.flat[0].platform != "tpu":
-        program = lowered.compile()
-        return program, program.as_text()
     with tempfile.TemporaryDirectory() as folder:
-        program = lowered.compile(compiler_options={"xla_dump_to": folder})
+        program = lowered.compile(compiler_options={"xla_dump_to": folder} if is_tpu else None)
         try:
-            return program, program.as_text()
-        except jax.errors.JaxRuntimeError:  # JAX cannot print some asynchronous copies
+            text = program.as_text()
+        except jax.errors.JaxRuntimeError:  # JAX cannot print some asynchronous copies of TPUs
             (path,) = Path(folder).glob("*after_codegen.txt")
-            return program, path.read_text()
-
-
-def _describe_models(
-    config: AheadConfig, record: ModelRecord
-) -> tuple[LlamaConfig, DraftConfig | None, int | None]:
-    """Target, draft, and the size of a draft vocabulary (None: all tokens)."""
-    if record.quantised is not None and config.quantise not in (None, record.quantised):
-        raise UserError(
-            f"quantise {config.quantise}: the target is quantised to {record.quantised}; leave it "
-            "out, or give the target that it was made from"
-        )
-    target, num_tokens = record.llama, config.draft_tokens
-    if num_tokens is not None and num_tokens > target.vocab_size:
-        raise UserError(
-            f"draft_tokens: want at most the {target.vocab_size} tokens of the target, got "
-            f"{num_tokens}"
-        )
-    if config.draft is not None:
-        record = read_draft(config.draft, target=record, allow_target_mismatch=True)
-        if num_tokens is not None and record.draft.head_size is not None:
-            raise UserError(
-                f"draft_tokens: draft {config.draft} has its own head, with "
-                f"{record.draft.head_size} tokens; leave it out"
-            )
-        if record.draft_vocabulary is not None and num_tokens is None:
-            num_tokens = len(record.draft_vocabulary)
-        return target, record.draft, num_tokens
-    if config.specialists is None:
-        return target, None, None
-    return (
-        target,
-        describe_draft(config.specialists, target, num_tokens or target.vocab_size),
-        num_tokens,
-    )
-
-
-def _target_record(config: AheadConfig) -> ModelRecord:
-    """Record of a target's folder, or of a bare shape whose weights are unknown."""
-    if config.model is None:
-        return read_target(str(config.target))
-    unknown = TargetIdentity(name="model", embedding_sha256="", head_sha256="")
-    return ModelRecord(family="target", config=config.model, target=unknown, provenance={})
-
-
-def _attach(draft: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
-    """Shapes of a draft with what it borrows; it gets its own copy of a reduced head."""
-    ids = None if num_tokens is None else jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-    attached = jax.eval_shape(borrow_from_target, draft, target, ids)
-    return shapes_on(mesh, lambda: attached)
-
-
-def _make_target(config: LlamaConfig, dtype: Any, kind: Quantisation | None) -> Any:
-    params = _cast(init_target(config, jax.random.key(0)), dtype)
-    return fuse_target(params if kind is None else quantise_target(params, kind), config)
-
-
-def _make_draft(config: DraftConfig, dtype: Any, kind: Quantisation | None) -> Any:
-    params = _cast(init_draft(config, jax.random.key(0)), dtype)
-    return fuse_draft(params if kind is None else quantise_specialists(params, kind), config)
-
-
-def _cast(params: Params, dtype: Any) -> Params:
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-
-def _request(config: AheadConfig, decode: StaticShape, mesh: Mesh) -> Request:
-    prompts = [PreparedPrompt([0], 1, config.sampling)] * config.batch_size
-    stop_ids = [decode.target.eos_token_ids] * config.batch_size
-    host = lay_out(prompts, stop_ids, num_tokens=decode.rows)
-    request = jax.eval_shape(make_request, host)
-    if config.sampling.is_plain:
-        request = request.replace(sampling=None)
-    return jax.tree.map(lambda leaf: _placed(leaf, replicate(mesh)), request)
-
-
-def state_shapes(plan: Plan, decode: StaticShape) -> Any:
-    """Shapes of the state after the prompt."""
-    state = jax.eval_shape(lambda w, r: _start(w, decode, r), plan.weights, plan.request)
-
-    def with_sharding(leaf: Any) -> Any:
-        return _placed(leaf, NamedSharding(plan.mesh, partition_state(leaf.shape, plan.mesh)))
-
-    return jax.tree.map(with_sharding, state)
-
-
-def _placed(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+            text = path.read_text()
+    return Compiled(program, text, time.monotonic() - began)
 
 
 # --------------------------------------------------------------------------------------------------
 # What they cost
-
-
-def run(config: AheadConfig, args: argparse.Namespace) -> None:
-    """Compiles for the device that the command line names, prints, and writes the report."""
-    name: str = args.gpu or args.topology
-    slices = [device for device in DEVICES if device.startswith("v")]
-    if args.gpu is None and name.partition(":")[0] not in slices:
-        raise UserError(f"topology {name}: want one of {', '.join(slices)}, as in v6e:1x1")
-    if args.output is not None:
-        check_writable(args.output)
-    if args.dump is not None:
-        check_writable(args.dump, is_folder=True)
-        args.dump.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_enable_compilation_cache", False)  # compile times are reported
-    planned = plan(config, make_mesh(config.mesh, gpu(name) if args.gpu else tpu_slice(name)))
-    device, programs = DEVICES[name.partition(":")[0]], {}
-    default = ("prefill", "step") if planned.decode.draft is None else get_args(ProgramName)
-    for program in config.programs or default:
-        compiled = compile_program(program, planned)
-        if args.dump is not None:
-            (args.dump / f"{program}.txt").write_text(compiled.text)
-        programs[program] = measure(program, compiled, planned, device)
-        print(format_report(program, programs[program]), flush=True)
-    report = with_provenance({"device": name, "programs": programs}, config)
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"report: {args.output}")
-    print_summary(report, "")
 
 
 def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[str, Any]:
@@ -344,60 +278,13 @@ def format_report(name: str, report: dict[str, Any]) -> str:
 # --------------------------------------------------------------------------------------------------
 # GPUs, described to XLA's compiler
 
-_SM90: dict[str, Any] = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "shared_memory_per_block": 48 * 1024,
-    "shared_memory_per_block_optin": 227 * 1024,
-    "shared_memory_per_core": 228 * 1024,
-    "threads_per_core_limit": 2048,
-    "core_count": 132,
-    "fpus_per_core": 128,
-    "block_dim_limit_x": 2**31 - 1,
-    "block_dim_limit_y": 2**16 - 1,
-    "block_dim_limit_z": 2**16 - 1,
-    "thread_dim_limit_x": 1024,
-    "thread_dim_limit_y": 1024,
-    "thread_dim_limit_z": 64,
-    "registers_per_core_limit": 2**16,
-    "registers_per_block_limit": 2**16,
-    "l2_cache_size": 50 * 2**20,
-    "clock_rate_ghz": 1.98,
-    "device_address_bits": 64,
-    "device_vendor": "NVIDIA Corporation",
-    "cuda_compute_capability": {"major": 9, "feature_extension": ("ACCELERATED_FEATURES",)},
-    "driver_version": "13.0.0",
-    "runtime_version": "13.0.0",
-    "compile_time_toolkit_version": "13.0.0",
-    "dnn_version": "9.10.0",
-}
-"""Facts about Hopper GPUs from NVIDIA's tuning guide, as XLA names them."""
-
-GPUS: Mapping[str, Mapping[str, Any]] = {
-    "h100": {
-        **_SM90,
-        "name": "NVIDIA H100 80GB HBM3",
-        "memory_bandwidth": int(DEVICES["h100"].bytes_per_second),
-        "device_memory_size": 79 * 2**30,
-    },
-    "h200": {
-        **_SM90,
-        "name": "NVIDIA H200",
-        "memory_bandwidth": int(DEVICES["h200"].bytes_per_second),
-        "device_memory_size": 140 * 2**30,
-    },
-}
-"""GPUs that can be compiled for without having one."""
-
 
 def gpu(name: str) -> list[Any]:
     """The device of a machine with one GPU of `GPUS`.
 
     Raises:
-      UserError: no such GPU, or no compiler for it.
+      UserError: there is no compiler for it.
     """
-    if name not in GPUS:
-        raise UserError(f"gpu {name}: want one of {', '.join(GPUS)}")
     # Without a driver JAX cannot ask CUDA's libraries for their versions, and gives up.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
@@ -413,28 +300,41 @@ def gpu(name: str) -> list[Any]:
 
 
 def describe_gpu(name: str) -> str:
-    """Describes a GPU as XLA reads it: a `GpuTargetConfigProto` in protobuf's text format."""
-    facts = GPUS[name]
-    return _as_text(
-        {
-            "gpu_device_info": facts,
-            "platform_name": "CUDA",
-            "dnn_version_info": {"major": 9, "minor": 10},
-            "device_description_str": facts["name"],
-        }
-    )
+    """Describes a GPU as XLA reads it: a `GpuTargetConfigProto` in protobuf's text format.
 
-
-def _as_text(message: Mapping[str, Any]) -> str:
-    """Formats a message as protobuf text; enum names are tuples of one here."""
-    parts = []
-    for name, value in message.items():
-        if isinstance(value, Mapping):
-            parts.append(f"{name} {{ {_as_text(value)} }}")
-        else:
-            shown = value[0] if isinstance(value, tuple) else json.dumps(value)
-            parts.append(f"{name}: {shown}")
-    return " ".join(parts)
+    The facts about Hopper GPUs are those of NVIDIA's tuning guide.
+    """
+    full_name, memory = GPUS[name]
+    return f"""
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 }}
+        device_description_str: "{full_name}"
+        gpu_device_info {{
+          name: "{full_name}"
+          device_vendor: "NVIDIA Corporation"
+          memory_bandwidth: {DEVICES[name].bytes_per_second:.0f}
+          device_memory_size: {memory * 2**30}
+          l2_cache_size: {50 * 2**20}
+          clock_rate_ghz: 1.98
+          core_count: 132
+          fpus_per_core: 128
+          threads_per_warp: 32
+          threads_per_block_limit: 1024
+          threads_per_core_limit: 2048
+          shared_memory_per_block: {48 * 2**10}
+          shared_memory_per_block_optin: {227 * 2**10}
+          shared_memory_per_core: {228 * 2**10}
+          registers_per_core_limit: {2**16}
+          registers_per_block_limit: {2**16}
+          block_dim_limit_x: {2**31 - 1} block_dim_limit_y: {2**16 - 1}
+          block_dim_limit_z: {2**16 - 1}
+          thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+          device_address_bits: 64
+          cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+          driver_version: "13.0.0" runtime_version: "13.0.0"
+          compile_time_toolkit_version: "13.0.0"
+          dnn_version: "9.10.0"
+        }}"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -444,7 +344,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if (args.topology is None) == (args.gpu is None):
         raise UserError("want either --topology SLICE or --gpu NAME; see --help")
-    run(with_bundled(config), args)
+    name: str = args.gpu or args.topology
+    slices = [device for device in DEVICES if device not in GPUS]
+    if args.gpu is None and name.partition(":")[0] not in slices:
+        raise UserError(f"topology {name}: want one of {', '.join(slices)}, as in v6e:1x1")
+    config = with_bundled(config)
+    if args.output is not None:
+        check_writable(args.output)
+    if args.dump is not None:
+        args.dump.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are reported
+    mesh = make_mesh(config.mesh, gpu(name) if args.gpu else tpu_slice(name))
+    planned, programs = plan(config, mesh), {}
+    default = ("prefill", "step") if planned.decode.draft is None else get_args(ProgramName)
+    for program in config.programs or default:
+        compiled = compile_program(program, planned)
+        if args.dump is not None:
+            (args.dump / f"{program}.txt").write_text(compiled.text)
+        programs[program] = measure(program, compiled, planned, DEVICES[name.partition(":")[0]])
+        print(format_report(program, programs[program]), flush=True)
+    report = with_provenance({"device": name, "programs": programs}, config)
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"report: {args.output}")
+    print_summary(report, "")
 
 
 if __name__ == "__main__":
