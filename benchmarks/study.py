@@ -18,12 +18,11 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,8 +57,6 @@ from train.loop import validation_batches
 from train.training import open_stage
 
 SIMULATED = "simulated_acceptance_length"
-Difference = Callable[[str, str], dict[str, Any]]
-"""(variant, other) -> how the first differs from the second."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -82,17 +79,15 @@ class StudyConfig:
     """
 
     start: str
-    variants: dict[str, dict[str, Any]]
+    variants: dict[str, dict[str, Any]] = Field(min_length=1)
     bench: str | None = None
     trees: dict[str, TreeConfig] = Field(default_factory=dict)
     pairs: tuple[tuple[str, str], ...] = ()
-    seeds: tuple[Seed, ...] = (0, 1, 2)
+    seeds: tuple[Seed, ...] = Field((0, 1, 2), min_length=1)
     phases: bool = True
-    output: str = Field(default="runs/study")
+    output: str = "runs/study"
 
     def __post_init__(self) -> None:
-        if not self.variants or not self.seeds:
-            raise ValueError("want variants and seeds")
         if self.trees and self.bench is None:
             raise ValueError("trees: want a bench, too, with the questions")
         limit = len(self.seeds)
@@ -102,14 +97,14 @@ class StudyConfig:
         if unknown := {name for pair in self.pairs for name in pair} - set(self.variants):
             raise ValueError(f"pairs: want names of variants, got {', '.join(sorted(unknown))}")
 
-    def seeds_of(self, variant: str) -> tuple[int, ...]:
-        """Seeds that a variant is trained with."""
-        return self.seeds[: self.variants[variant].get("num_seeds")]
-
     def runs(self) -> list["Run"]:
         """All runs, first those with the first seed."""
-        pairs = product(self.seeds, self.variants)
-        return [Run(name, seed) for seed, name in pairs if seed in self.seeds_of(name)]
+        return [
+            Run(name, seed)
+            for index, seed in enumerate(self.seeds)
+            for name, changes in self.variants.items()
+            if index < changes.get("num_seeds", len(self.seeds))
+        ]
 
 
 class Run(NamedTuple):
@@ -133,12 +128,13 @@ def study(config: StudyConfig, *, num_jobs: int = 1) -> dict[str, Any]:
     runs = config.runs()
     train_all(config, runs, num_jobs)
     validations = {run: read_validations(config, run) for run in runs}
-    last = {run: lines[-1] for run, lines in validations.items()}
     batches = {} if config.trees else {run: validate(config, run) for run in runs}
     return {
         "baseline": next(iter(config.variants)),
         "seeds": list(config.seeds),
-        "held_out": compare_held_out(config, last, batches),
+        "held_out": compare_held_out(
+            config, {run: lines[-1] for run, lines in validations.items()}, batches
+        ),
         "rows": [row for tree in config.trees for row in measure(config, runs, tree)],
         "curves": {
             run.name: [(line["step"], line[SIMULATED]) for line in lines]
@@ -185,7 +181,15 @@ def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
     """
     folder, words = folder_of(config, run), words_of(config, run)
     if (folder / "model").exists():
-        _refuse_other_config(run, folder, load_config(TrainConfig, config.start, words))
+        settings = load_config(TrainConfig, config.start, words)
+        free = ["output", "init_draft"]  # of its folder, and a widened start
+        if settings.num_tokens is None:
+            free += ["num_tokens", "num_epochs"]  # as there were rows
+        changed = changed_settings(saved_config(folder) or {}, settings)
+        if different := [line for line in changed if line.partition(":")[0] not in free]:
+            raise UserError(
+                f"{folder} holds a run with another config ({different[0]}); move it away"
+            )
         return
     if width := config.variants[run.variant].get("widen"):
         words.append(f"init_draft={widen(config, width)}")
@@ -206,16 +210,6 @@ def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         where = "see above" if is_alone else done.stderr.strip().rpartition("\n")[-1]
         raise UserError(f"training of {run.name} failed; {where}")
-
-
-def _refuse_other_config(run: Run, folder: Path, config: TrainConfig) -> None:
-    """Refuses a complete run of another config; its folder and a widened start may differ."""
-    free = ["output", "init_draft"]
-    if config.num_tokens is None:
-        free += ["num_tokens", "num_epochs"]  # as there were rows
-    changed = changed_settings(saved_config(folder) or {}, config)
-    if different := [line for line in changed if line.partition(":")[0] not in free]:
-        raise UserError(f"{folder} holds a run with another config ({different[0]}); move it away")
 
 
 def words_of(config: StudyConfig, run: Run) -> list[str]:
@@ -299,41 +293,24 @@ def compare_held_out(
       A row as `compare_variants` gives, with batches instead of questions. It also has the cosine
       of drafted and true features (EAGLE-3 predicts none), and compares acceptance at position 1.
     """
-    variants = {}
+    variants, lengths, first_positions = {}, {}, {}
     for variant in config.variants:
-        lines = [line for run, line in last.items() if run.variant == variant]
-        cumulative = np.mean([line["cumulative_acceptance"] for line in lines], axis=0)
-        cosines = [line["feature_cosine"] for line in lines if "feature_cosine" in line]
-        of_seeds = [line[SIMULATED] for line in lines]
+        runs = [run for run in last if run.variant == variant]
+        of_seeds = [last[run][SIMULATED] for run in runs]
+        cumulative = np.mean([last[run]["cumulative_acceptance"] for run in runs], axis=0)
+        cosines = [last[run]["feature_cosine"] for run in runs if "feature_cosine" in last[run]]
         variants[variant] = {
             "acceptance_length": _without_interval(float(np.mean(of_seeds))),
             "of_seeds": of_seeds,
             "positionwise_acceptance": (cumulative / np.array([1, *cumulative[:-1]])).tolist(),
             "feature_cosine": np.mean(cosines, axis=0).tolist() if cosines else [],
         }
-
-    def difference(variant: str, reference: str) -> dict[str, Any]:
-        if not batches:
-            mean, its = (
-                variants[name]["acceptance_length"]["value"] for name in (variant, reference)
-            )
-            return {"difference": _without_interval(mean - its), "p_value": None}
-        seeds = {*config.seeds_of(variant)} & {*config.seeds_of(reference)}
-
-        def of(name: str, number: Callable[[dict[str, Any]], float]) -> np.ndarray:
-            runs = [batches[Run(name, seed)] for seed in sorted(seeds)]
-            return np.array([[number(batch) for batch in run] for run in runs]).T
-
-        length, first = (
-            compare(*(of(name, number) for name in (reference, variant)))
-            for number in (
-                lambda batch: batch[SIMULATED],
-                lambda batch: batch["cumulative_acceptance"][0],
-            )
-        )
-        return length | {"first_position": first}
-
-    return compare_pairs(config, variants, difference)
+        tested = [batches[run] for run in runs if batches]
+        lengths[variant] = np.array([[batch[SIMULATED] for batch in run] for run in tested]).T
+        first_positions[variant] = np.array(
+            [[batch["cumulative_acceptance"][0] for batch in run] for run in tested]
+        ).T
+    return compare_pairs(config, variants, lengths if batches else {}, first_positions)
 
 
 def _without_interval(value: float) -> dict[str, float | None]:
@@ -341,13 +318,33 @@ def _without_interval(value: float) -> dict[str, float | None]:
 
 
 def compare_pairs(
-    config: StudyConfig, variants: dict[str, dict[str, Any]], difference: Difference
+    config: StudyConfig,
+    variants: dict[str, dict[str, Any]],
+    lengths: dict[str, np.ndarray],
+    first_positions: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
-    """Compares every variant with the baseline, and the pairs of the config."""
+    """Compares every variant with the baseline, and the pairs of the config.
 
-    def compared(variant: str, reference: str) -> dict[str, Any]:
-        p_value = compare_seeds(*(variants[name]["of_seeds"] for name in (variant, reference)))
-        return difference(variant, reference) | {"p_over_seeds": p_value}
+    Args:
+      lengths: acceptance lengths [questions seeds] by variant; empty: nothing is tested.
+      first_positions: the same of acceptance at position 1.
+    """
+
+    def test(samples: dict[str, np.ndarray], pair: Sequence[str]) -> dict[str, Any]:
+        num_seeds = min(samples[name].shape[1] for name in pair)
+        second, first = (samples[name][:, :num_seeds] for name in pair)
+        return compare(first, second)
+
+    def compared(*pair: str) -> dict[str, Any]:
+        second, first = (variants[name] for name in pair)
+        if lengths:
+            row = test(lengths, pair)
+            if first_positions:
+                row["first_position"] = test(first_positions, pair)
+        else:
+            less = second["acceptance_length"]["value"] - first["acceptance_length"]["value"]
+            row = {"difference": _without_interval(less), "p_value": None}
+        return row | {"p_over_seeds": compare_seeds(second["of_seeds"], first["of_seeds"])}
 
     baseline = next(iter(variants))
     return {
@@ -361,19 +358,17 @@ def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dic
     output = str(Path(config.output) / "bench" / tree.replace("/", "-"))
     settings = load_config(BenchConfig, str(config.bench))
     settings = replace(settings, tree=config.trees[tree], phases=config.phases, output=output)
-    reports, answers = {}, []
+    reports, answers, round_milliseconds = {}, [], {}
     for variant in config.variants:
         drafts = [run for run in runs if run.variant == variant]
         folders = {run.name: str(folder_of(config, run) / "model") for run in drafts}
         reports[variant], some = bench(replace(settings, drafts=folders))
         answers += some
         jax.clear_caches()  # the programs of many variants are more than a process may map
-    methods = {name: row for report in reports.values() for name, row in report["methods"].items()}
-    rounds = {name: row.get("phase_milliseconds", {}).get("round") for name, row in methods.items()}
-    round_milliseconds = {
-        variant: float(np.median([rounds[run.name] for run in runs if run.variant == variant]))
-        for variant in (config.variants if config.phases else [])
-    }
+        if config.phases:
+            rows = [reports[variant]["methods"][name] for name in folders]
+            rounds = [row["phase_milliseconds"]["round"] for row in rows]
+            round_milliseconds[variant] = float(np.median(rounds))
     for groups in zip(*(report["groups"] for report in reports.values()), strict=True):
         joined = groups[0] | {
             "methods": {name: row for group in groups for name, row in group["methods"].items()},
@@ -395,31 +390,26 @@ def compare_variants(
     by_key = {answer.key: answer for answer in answers}
     every = range(group["questions"])
     kept = [i for i in every if i not in group["looping_questions"]] or list(every)
-    lengths: dict[str, list[np.ndarray]] = {variant: [] for variant in config.variants}
-    positions: dict[str, list[list[float]]] = {variant: [] for variant in config.variants}
-    for run in runs:
-        sizes = {"repeats": repeats, "num_questions": group["questions"]}
-        grid = make_grid(by_key, cells, run.name, **sizes).of(kept)
-        lengths[run.variant].append(np.nan_to_num(grid.acceptance_lengths(), nan=1.0).mean(axis=1))
-        numbers = group["methods"][run.name].get("not_looping", group["methods"][run.name]["all"])
-        positions[run.variant].append(numbers["positionwise_acceptance"]["value"])
-    arrays = {variant: np.stack(columns, axis=1) for variant, columns in lengths.items()}
-
-    def difference(variant: str, reference: str) -> dict[str, Any]:
-        num_seeds = min(arrays[variant].shape[1], arrays[reference].shape[1])
-        return compare(arrays[reference][:, :num_seeds], arrays[variant][:, :num_seeds])
-
-    variants = {}
-    for variant, of_seeds in arrays.items():  # [questions seeds]
-        shortest = min(map(len, positions[variant]))
-        shares = [np.array(numbers[:shortest], float) for numbers in positions[variant]]
+    variants, samples = {}, {}
+    for variant in config.variants:
+        lengths, positions = [], []
+        for run in [run for run in runs if run.variant == variant]:
+            sizes = {"repeats": repeats, "num_questions": group["questions"]}
+            grid = make_grid(by_key, cells, run.name, **sizes).of(kept)
+            lengths.append(np.nan_to_num(grid.acceptance_lengths(), nan=1.0).mean(axis=1))
+            numbers = group["methods"][run.name]
+            numbers = numbers.get("not_looping", numbers["all"])
+            positions.append(numbers["positionwise_acceptance"]["value"])
+        samples[variant] = np.stack(lengths, axis=1)  # [questions seeds]
+        shortest = min(map(len, positions))
+        shares = [np.array(numbers[:shortest], float) for numbers in positions]
         variants[variant] = {
-            "acceptance_length": estimate_mean(of_seeds.mean(axis=1)),
-            "of_seeds": of_seeds.mean(axis=0).tolist(),
+            "acceptance_length": estimate_mean(samples[variant].mean(axis=1)),
+            "of_seeds": samples[variant].mean(axis=0).tolist(),
             "positionwise_acceptance": np.mean(shares, axis=0).tolist(),
         }
     heading = {"set": group["set"], "temperature": group["temperature"], "questions": len(kept)}
-    return heading | compare_pairs(config, variants, difference)
+    return heading | compare_pairs(config, variants, samples)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -81,18 +81,18 @@ def _format_filled(head: Sequence[str], table: Sequence[Sequence[str]]) -> list[
 
 def format_difference(compared: dict[str, Any]) -> tuple[str, ...]:
     """A difference, its p-values over questions and over training seeds; the same at position 1."""
+
+    def format_tested(compared: dict[str, Any], digits: int) -> tuple[str, str]:
+        p_value = compared["p_value"]
+        difference = format_estimate(compared["difference"], digits=digits)
+        return difference, "" if p_value is None else f"{p_value:.4f}"
+
     over_seeds, at_first = compared["p_over_seeds"], compared.get("first_position")
     return (
-        *_format_tested(compared, digits=3),
+        *format_tested(compared, 3),
         "" if over_seeds is None else f"{over_seeds:.2g}",
-        *(_format_tested(at_first, digits=4) if at_first else ("", "")),
+        *(format_tested(at_first, 4) if at_first else ("", "")),
     )
-
-
-def _format_tested(compared: dict[str, Any], *, digits: int) -> tuple[str, str]:
-    p_value = compared["p_value"]
-    difference = format_estimate(compared["difference"], digits=digits)
-    return difference, "" if p_value is None else f"{p_value:.4f}"
 
 
 def plot(report: dict[str, Any], folder: Path) -> None:
@@ -105,48 +105,44 @@ def plot(report: dict[str, Any], folder: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    positions, cosines = DEPTHS.values()
-    by_position = {"held out": _by_depth(report["held_out"], positions)} | {
-        f"{row['set']}\nT = {row['temperature']:g}, {row['tree']}": _by_depth(row, positions)
-        for row in report["rows"]
+    held_out = {"held out": report["held_out"]}
+    rows = held_out | {
+        f"{row['set']}\nT = {row['temperature']:g}, {row['tree']}": row for row in report["rows"]
     }
-    drift = {"held out": _by_depth(report["held_out"], cosines)}
-    curves = {"held out": [(name.rpartition(" seed ")[0], curve)
-                           for name, curve in report["curves"].items()]}  # fmt: skip
+    curves = [(name.rpartition(" seed ")[0], curve) for name, curve in report["curves"].items()]
     for name, panels, labels in (
-        ("positions", by_position, ("draft position", "accepted, given all before")),
-        ("drift", drift, ("depth", "cosine of drafted and true features")),
-        ("convergence", curves, ("optimizer steps", "simulated acceptance length")),
+        ("positions", _by_depth(rows, "pos"), ("draft position", "accepted, given all before")),
+        ("drift", _by_depth(held_out, "cosine"), ("depth", "cosine of drafted and true features")),
+        ("convergence", {"held out": curves}, ("optimizer steps", "simulated acceptance length")),
     ):
         if panels["held out"]:
-            _draw(folder / f"{name}.svg", panels, _styles(report), *labels)
+            _draw(folder / f"{name}.svg", panels, labels, report)
 
 
-Curves = list[tuple[str, list[tuple[float, float]]]]
-"""Variants, and the points of their curves."""
+Panels = dict[str, list[tuple[str, list[tuple[float, float]]]]]
+"""Title -> variants, and the points of their curves."""
 
 
-def _by_depth(row: dict[str, Any], key: str) -> Curves:
-    curves = {name: entry[key] for name, entry in row["variants"].items() if entry[key]}
-    return [(name, list(enumerate(numbers, 1))) for name, numbers in curves.items()]
-
-
-def _styles(report: dict[str, Any]) -> dict[str, Any]:
-    """A colour for each variant; variants with fewer seeds are dotted."""
-    from matplotlib import pyplot
-
-    num_seeds, palette = len(report["seeds"]), pyplot.get_cmap("tab20")
+def _by_depth(rows: dict[str, dict[str, Any]], name: str) -> Panels:
     return {
-        name: {"color": palette(index % 20)}
-        | ({"ls": ":"} if len(entry["of_seeds"]) < num_seeds else {"marker": ".", "ms": 9})
-        for index, (name, entry) in enumerate(report["held_out"]["variants"].items())
+        title: [
+            (variant, list(enumerate(entry[DEPTHS[name]], 1)))
+            for variant, entry in row["variants"].items()
+            if entry.get(DEPTHS[name])
+        ]
+        for title, row in rows.items()
     }
 
 
-def _draw(path: Path, panels: dict[str, Curves], styles: dict[str, Any], x: str, y: str) -> None:
-    """Draws curves of variants, a panel for each title."""
+def _draw(path: Path, panels: Panels, labels: tuple[str, str], report: dict[str, Any]) -> None:
+    """Draws a panel for each title, a colour for each variant; those with fewer seeds dotted."""
     from matplotlib import pyplot
 
+    palette, styles = pyplot.get_cmap("tab20"), {}
+    for index, (name, entry) in enumerate(report["held_out"]["variants"].items()):
+        is_complete = len(entry["of_seeds"]) == len(report["seeds"])
+        styles[name] = {"marker": ".", "ms": 9} if is_complete else {"ls": ":"}
+        styles[name]["color"] = palette(index % 20)
     size = 2 + 4.5 * len(panels), 4
     with pyplot.rc_context({"svg.hashsalt": "poss_jax"}):
         figure, all_axes = pyplot.subplots(
@@ -157,7 +153,7 @@ def _draw(path: Path, panels: dict[str, Curves], styles: dict[str, Any], x: str,
             for variant, points in curves:
                 (handles[variant],) = axes.plot(*zip(*points, strict=True), **styles[variant])
             axes.set_title(title, fontsize="medium")
-            axes.set(xlabel=x, ylabel=y)
+            axes.set(xlabel=labels[0], ylabel=labels[1])
             axes.grid(alpha=0.3)
         figure.legend(handles.values(), handles.keys(), loc="outside right upper")
         figure.savefig(path, metadata={"Date": None})
