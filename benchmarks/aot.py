@@ -223,7 +223,7 @@ def compile_program(name: str, plan: Plan) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         program = lowered.compile(compiler_options={"xla_dump_to": folder} if is_tpu else None)
         try:
-            text = program.as_text()
+            text = program.as_text() or ""
         except jax.errors.JaxRuntimeError:  # JAX cannot print some asynchronous copies of TPUs
             (path,) = Path(folder).glob("*after_codegen.txt")
             text = path.read_text()

@@ -6,15 +6,12 @@ other, as many tokens as the rounds of a trained PosS-3 draft did on one prompt 
 """
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
@@ -22,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.serving import Answer, Case, ask, describe_answers, make_client
+from benchmarks.serving import Answer, Case, ask, describe_answers, run_clients
 from poss_jax.checkpoint.record import TargetIdentity, new_record
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
@@ -84,12 +81,10 @@ def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def draft_shape(family: str, llama: LlamaConfig, num_draft_tokens: int) -> DraftConfig:
     """PosS-3 for six positions, on EAGLE-2 or on EAGLE-3."""
     layer = replace(llama, num_layers=1)
-    spans = {"positions_per_specialist": (3, 3), "trained_depth": 6}
+    draft = DraftConfig(layer=layer, positions_per_specialist=(3, 3), trained_depth=6)
     if family == "poss3":
-        return DraftConfig(layer=layer, **spans)
-    return DraftConfig(
-        layer=layer, family="eagle3", **spans, **default_fields(llama, num_draft_tokens)
-    )
+        return draft
+    return replace(draft, family="eagle3", **default_fields(llama, num_draft_tokens))
 
 
 def make_engines(
@@ -100,9 +95,7 @@ def make_engines(
 ) -> dict[str, Engine]:
     """One target, alone and with drafts."""
     dtype = default_dtype()
-    identity = TargetIdentity(
-        name="random", revision=None, embedding_sha256="0" * 64, head_sha256="0" * 64
-    )
+    identity = TargetIdentity(name="random", embedding_sha256="0" * 64, head_sha256="0" * 64)
     record = new_record(llama, identity, tokenizer_from=None, quantised=quantise)
     params = random_like(partial(init_target, llama), 0, dtype)
     engine = Engine(record, quantise_target(params, quantise) if quantise else params)
@@ -151,11 +144,9 @@ def forced_rounds(
     weights: Weights, config: StaticShape, request: Request, state: DecodeState, num_rounds: int
 ) -> DecodeState:
     """Runs forced rounds in one program."""
-
-    def body(_: jax.Array, state: DecodeState) -> DecodeState:
-        return forced_round(weights, config, request, state)
-
-    return jax.lax.fori_loop(0, num_rounds, body, state)
+    return jax.lax.fori_loop(
+        0, num_rounds, lambda _, state: forced_round(weights, config, request, state), state
+    )
 
 
 def random_state(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
@@ -224,12 +215,6 @@ def serving(engine: Engine, num_slots: int, max_length: int) -> Iterator[str]:
             thread.join()
 
 
-def measure_load(url: str, **load: Any) -> dict[str, Any]:
-    """Runs `ask_all` in a process that leaves this one's interpreter to the server."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(ask_all, url, **load).result()
-
-
 def ask_all(
     url: str, *, num_clients: int, seconds: float, num_prompt: int, num_new: int, vocab_size: int
 ) -> dict[str, Any]:
@@ -237,19 +222,12 @@ def ask_all(
     rng = np.random.default_rng(num_clients)
     answers: list[Answer] = []
 
-    async def run_client(client: Any, until: float) -> None:
-        for _ in itertools.count():
+    async def run_client(client: Any, begun: float) -> None:
+        while True:
             ids = rng.integers(0, vocab_size, num_prompt).tolist()
             answers.append(await ask(client, Case(PreparedPrompt(ids, num_new), None, [])))
-            if time.monotonic() >= until:
+            if time.monotonic() >= begun + seconds:
                 return
 
-    async def run_all() -> float:
-        async with make_client(url) as client:
-            await asyncio.gather(*(client.get("/health") for _ in range(num_clients)))
-            begun = time.monotonic()
-            until = begun + seconds
-            await asyncio.gather(*(run_client(client, until) for _ in range(num_clients)))
-            return time.monotonic() - begun
-
-    return describe_answers(answers, asyncio.run(run_all()))
+    elapsed = asyncio.run(run_clients(url, num_clients, run_client))
+    return describe_answers(answers, elapsed)

@@ -24,7 +24,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,22 +77,16 @@ class Case:
 
 def make_cases(engine: Engine, max_new_tokens: int, *, is_mixed: bool = False) -> list[Case]:
     """Draws requests, and answers them without a server; mixed ones share prefixes or a schema."""
-    drawn = read_schemas()[:NUM_CASES]
-    schemas = [schema if is_mixed and i % 3 == 0 else None for i, (_, schema) in enumerate(drawn)]
-    prompts = [
-        engine.prepare(
-            SHARED * (is_mixed and i % 2) + PROMPTS[i % len(PROMPTS)],
-            max_new_tokens,
-            SamplingConfig(temperature=1.0, seed=i),
+    prompts, schemas = [], []
+    for i, (_, schema) in enumerate(read_schemas()[:NUM_CASES]):
+        text = SHARED * (is_mixed and i % 2) + PROMPTS[i % len(PROMPTS)]
+        prompt = engine.prepare(text, max_new_tokens, SamplingConfig(temperature=1.0, seed=i))
+        is_guided = is_mixed and i % 3 == 0
+        prompts.append(
+            Grammar.json_schema(schema).constrain(prompt, engine) if is_guided else prompt
         )
-        for i in range(len(schemas))
-    ]
-    prompts = [
-        Grammar.json_schema(schema).constrain(prompt, engine) if schema else prompt
-        for prompt, schema in zip(prompts, schemas, strict=True)
-    ]
-    answers = engine.decode(prompts, batch_size=8)
-    expected = [answer.output_ids for answer in answers]
+        schemas.append(schema if is_guided else None)
+    expected = [answer.output_ids for answer in engine.decode(prompts, batch_size=8)]
     return list(map(Case, prompts, schemas, expected))
 
 
@@ -107,17 +101,12 @@ class Answer:
     is_whole: bool
 
 
-def serve(args: argparse.Namespace, draft: str | None) -> AbstractContextManager[tuple[int, str]]:
-    """Runs a server of the target."""
-    words = ["--target", args.target, *(["--draft", draft] if draft else [])]
-    words += ["--max-length", str(args.max_length), "--batch-size", str(max(args.sizes))]
-    return running(["-m", "infer.serve", *words, "--max-logprobs", "0"])
-
-
 @contextmanager
-def running(words: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Runs a server, by the arguments of `python`, until it is ready; gives process and address."""
-    command, environment = child_python(*words, "--port", "0")
+def serve(args: argparse.Namespace, draft: str | None) -> Iterator[tuple[int, str]]:
+    """Runs a server of the target until it is ready; gives process and address."""
+    words = ["--target", args.target, *(["--draft", draft] if draft else []), "--port", "0"]
+    words += ["--max-length", str(args.max_length), "--batch-size", str(max(args.sizes))]
+    command, environment = child_python("-m", "infer.serve", *words, "--max-logprobs", "0")
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         match = next(filter(None, map(_ADDRESS.search, process.stderr)))
@@ -215,6 +204,11 @@ async def run_load(
 
 def describe_answers(answers: Sequence[Answer], elapsed: float) -> dict[str, Any]:
     """Tokens per second of all answers, and percentiles of the times of whole ones."""
+
+    def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+        values = [1000 * value for value in seconds]
+        return {f"p{share}": float(np.percentile(values, share)) for share in (50, 99)}
+
     complete = [answer for answer in answers if answer.is_whole]
     gaps = [
         (answer.seconds - answer.first) / (len(answer.tokens) - 1)
@@ -224,8 +218,8 @@ def describe_answers(answers: Sequence[Answer], elapsed: float) -> dict[str, Any
     return {
         "answers": len(answers),
         "tokens_per_second": sum(len(answer.tokens) for answer in answers) / elapsed,
-        "first_token_milliseconds": percentiles([1000 * answer.first for answer in complete]),
-        "per_token_milliseconds": percentiles([1000 * gap for gap in gaps]),
+        "first_token_milliseconds": percentiles([answer.first for answer in complete]),
+        "per_token_milliseconds": percentiles(gaps),
     }
 
 
@@ -259,26 +253,32 @@ async def ask_whole(client: httpx.AsyncClient, case: Case) -> Answer:
     return Answer({body["id"]}, tokens, seconds, seconds, is_whole=True)
 
 
+async def run_clients(
+    url: str, num_clients: int, run_client: Callable[[httpx.AsyncClient, float], Awaitable[None]]
+) -> float:
+    """Runs clients, already connected, by the time of their begin; gives the seconds they take."""
+    async with make_client(url) as client:
+        await asyncio.gather(*(client.get("/health") for _ in range(num_clients)))
+        begun = time.monotonic()
+        await asyncio.gather(*(run_client(client, begun) for _ in range(num_clients)))
+        return time.monotonic() - begun
+
+
 def run_server(
     url: str, ask_one: Callable[..., Awaitable[Answer]], cases: Sequence[Case], num_clients: int
 ) -> float:
-    """Tokens per second of clients, already connected, that ask for one text after the other."""
+    """Tokens per second of clients that ask for one text after the other."""
     waiting = list(cases)
 
-    async def run_client(client: httpx.AsyncClient) -> None:
+    async def run_client(client: httpx.AsyncClient, begun: float) -> None:
+        del begun
         while waiting:
             case = waiting.pop()
             answer = await ask_one(client, case)
             assert answer.tokens == case.expected
 
-    async def run_clients() -> float:
-        async with make_client(url) as client:
-            await asyncio.gather(*(client.get("/health") for _ in range(num_clients)))
-            begun = time.monotonic()
-            await asyncio.gather(*(run_client(client) for _ in range(num_clients)))
-            return time.monotonic() - begun
-
-    return sum(len(case.expected) for case in cases) / asyncio.run(run_clients())
+    num_tokens = sum(len(case.expected) for case in cases)
+    return num_tokens / asyncio.run(run_clients(url, num_clients, run_client))
 
 
 def run_engine(engine: Engine, cases: Sequence[Case], batch_size: int) -> float:
@@ -296,23 +296,20 @@ def measure_throughput(
     rows = []
     for size in args.sizes:
         subset = cases[: max(4 * size, 8)]
-        runs: dict[str, Callable[[], float]] = {"engine": partial(run_engine, engine, subset, size)}
-        for name, ask_one in (("streamed", ask), ("whole", ask_whole)):
-            runs[name] = partial(run_server, url, ask_one, subset, size)
+        runs: dict[str, Callable[[], float]] = {
+            "engine": partial(run_engine, engine, subset, size),
+            "streamed": partial(run_server, url, ask, subset, size),
+            "whole": partial(run_server, url, ask_whole, subset, size),
+        }
         passes = progress_bar(range(1 + args.repeats), desc=f"{size} clients", unit="pass")
         speeds = [{name: run() for name, run in runs.items()} for _ in passes][1:]
         row: dict[str, Any] = {"clients": size}
-        row |= {name: float(np.median([speed[name] for speed in speeds])) for name in runs}
         for name in runs:
             ratios = [speed[name] / speed["engine"] for speed in speeds]
+            row[name] = float(np.median([speed[name] for speed in speeds]))
             row[f"{name}_to_engine"] = float(np.median(ratios))
         rows.append(row)
     return rows
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Median and 99th percentile."""
-    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
