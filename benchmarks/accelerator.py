@@ -22,9 +22,11 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import jax
@@ -36,11 +38,11 @@ from benchmarks.random_pair import (
     FAMILIES,
     PLAIN,
     accepted_by,
+    ask_all,
     at_length,
     draft_shape,
     forced_rounds,
     make_engines,
-    measure_load,
     random_like,
     random_state,
     serving,
@@ -50,7 +52,6 @@ from infer.bench.rates import find_roofline
 from infer.bench.report import show_report, write_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, RopeConfig, TreeConfig
-from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
 from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.device import default_dtype
@@ -96,7 +97,7 @@ class Context(NamedTuple):
     """Committed tokens, and how many the cache is made for; None: the rounds that are timed."""
 
     length: int
-    room: int | None
+    room: int | None = None
 
     def __str__(self) -> str:
         return f"{self.length} of {self.room}" if self.room else str(self.length)
@@ -104,10 +105,7 @@ class Context(NamedTuple):
 
 def read_context(text: str) -> Context:
     """Reads LENGTH or LENGTH/ROOM."""
-    length, *room = map(at_least(1), text.split("/"))
-    if len(room) > 1 or (room and room[0] <= length):
-        raise UserError(f"context {text!r}: want LENGTH or LENGTH/ROOM, such as 512/8192")
-    return Context(length, *(room or [None]))
+    return Context(*map(at_least(1), text.split("/")))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,24 +133,18 @@ def time_rounds(
     middle = length + round((args.rounds + accepted.sum()) / 2)
     work = describe_workload(engine.weights, config, batch=args.batch_size, context=middle)
     floor = floors(cost_card(work, prompt_tokens=length), device)["round"]
-    yield name, describe_rounds(seconds, accepted, floor, args.batch_size)
-
-
-def describe_rounds(
-    seconds: Sequence[float], accepted: np.ndarray, floor: float, batch_size: int
-) -> dict[str, Any]:
-    """Milliseconds per round and per token of a sequence; the first run compiled."""
-    per_round = 1000 * float(np.median(seconds[1:])) / len(accepted)
+    per_round = 1000 * float(np.median(seconds[1:])) / args.rounds  # the first run compiled
     num_new = 1 + float(accepted.mean())
-    return {
+    row = {
         "compile_seconds": seconds[0],
         "round_milliseconds": per_round,
         "round_floor_milliseconds": floor,
         "floor_to_round": floor / per_round,
         "tokens_per_round": num_new,
         "token_milliseconds": per_round / num_new,
-        "tokens_per_second": 1000 * batch_size * num_new / per_round,
+        "tokens_per_second": 1000 * args.batch_size * num_new / per_round,
     }
+    yield name, row
 
 
 def time_prefill(
@@ -178,9 +170,13 @@ def time_server(names: Sequence[str], engine: Engine, args: argparse.Namespace) 
     num_prompt, num_new = args.contexts[0].length, args.new_tokens
     load = {"seconds": args.seconds, "num_prompt": num_prompt, "num_new": num_new}
     load["vocab_size"] = engine.target_config.vocab_size
-    with serving(engine, max(args.clients), num_prompt + num_new) as url:
+    with (
+        serving(engine, max(args.clients), num_prompt + num_new) as url,
+        # Clients in another process leave this one's interpreter to the server.
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
+    ):
         for name, num_clients in zip(names, args.clients, strict=True):
-            yield name, measure_load(url, num_clients=num_clients, **load)
+            yield name, pool.submit(ask_all, url, num_clients=num_clients, **load).result()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,6 +271,17 @@ def begin_report(device: Device, args: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures and prints row after row, writes."""
     args = _parse(arguments)
+    llama = LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        max_position_embeddings=131072,
+        rope=RopeConfig(theta=5e5, type="llama3", factor=8.0),
+    )
     device = find_roofline().device
     report = begin_report(device, args)
 
@@ -284,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     print(f"{device.name}: {device.bytes_per_second / 1e9:.0f} GB/s, "
           f"{device.flops_per_second / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
-    for section, names, rows in list_jobs(_shape(args), device, args):
+    for section, names, rows in list_jobs(llama, device, args):
         if set(names) <= set(report[section]):
             continue
         for name, row in rows:
@@ -305,7 +312,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     trees = [read_tree("6/10/60"), read_tree("5/1/6")]
     parser.add_argument("--trees", nargs="+", type=read_tree, default=trees, metavar=TREE)
     parser.add_argument("--fixed-tree", action="store_true", help="serve with the first tree alone")
-    contexts = [Context(512, None), Context(512, 8192)]
+    contexts = [Context(512), Context(512, 8192)]
     parser.add_argument(
         "--contexts", nargs="+", type=read_context, default=contexts, metavar="LENGTH[/ROOM]"
     )
@@ -334,20 +341,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.set_defaults(**TINY)
         args = parser.parse_args(arguments)
     return args
-
-
-def _shape(args: argparse.Namespace) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        max_position_embeddings=131072,
-        rope=RopeConfig(theta=5e5, type="llama3", factor=8.0),
-    )
 
 
 if __name__ == "__main__":

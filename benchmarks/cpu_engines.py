@@ -40,6 +40,7 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.trees import default_lookup
+from poss_jax.program.arguments import read_pairs
 from poss_jax.program.output import format_rows
 from poss_jax.program.running import run_program
 
@@ -53,29 +54,18 @@ Answer = Callable[[list[int], int], tuple[str, int]]
 
 
 class Peer(NamedTuple):
-    """A program to compare.
+    """A program to compare."""
 
-    Attributes:
-      weights: how it holds the model's weights.
-      load: makes it; raises ImportError if its package is missing.
-    """
-
-    weights: str
-    load: Callable[[], Answer]
+    weights: str  # how it holds the model's
+    load: Callable[[], Answer]  # makes it; raises ImportError if its package is missing
 
 
 class Timing(NamedTuple):
-    """What was measured of a program, pass by pass.
+    """What was measured of a program, pass by pass."""
 
-    Attributes:
-      speeds: tokens per second.
-      first_ms: milliseconds to the first token, for each prompt of each pass.
-      answers: its answers, with the number of their tokens.
-    """
-
-    speeds: list[float]
-    first_ms: list[float]
-    answers: list[tuple[str, int]]
+    speeds: list[float]  # tokens per second
+    first_ms: list[float]  # milliseconds to the first token, for each prompt of each pass
+    answers: list[tuple[str, int]]  # of the last pass, with the number of their tokens
 
 
 def list_peers(
@@ -91,20 +81,21 @@ def list_peers(
     """
     drafted = alone.load_draft(default_drafts()[DRAFT])
     copying = drafted.with_tree(drafted.trees, lookup=default_lookup(drafted.settings.drafting))
+    of_file = gguf, temperature
     peers = {
         "autoregressive": Peer("int8", partial(our_engine, alone, temperature)),
         DRAFT: Peer("int8", partial(our_engine, drafted, temperature)),
         f"{DRAFT}, lookup": Peer("int8", partial(our_engine, copying, temperature)),
-        BASELINE: Peer("Q4_1", partial(llama_cpp, gguf, temperature)),
-        "llama.cpp, n-gram": Peer("Q4_1", partial(llama_cpp, gguf, temperature, has_ngrams=True)),
-        "OpenVINO": Peer("Q4_1", partial(openvino, gguf, temperature, alone)),
+        BASELINE: Peer("Q4_1", partial(llama_cpp, *of_file)),
+        "llama.cpp, n-gram": Peer("Q4_1", partial(llama_cpp, *of_file, has_ngrams=True)),
+        "OpenVINO": Peer("Q4_1", partial(openvino, *of_file, alone)),
         "OpenVINO, prompt lookup": Peer(
-            "Q4_1", partial(openvino, gguf, temperature, alone, has_lookup=True)
+            "Q4_1", partial(openvino, *of_file, alone, has_lookup=True)
         ),
-        "transformers": Peer("float32", partial(transformers_loop, gguf, temperature, alone)),
+        "transformers": Peer("float32", partial(transformers_loop, *of_file, alone)),
     }
     for name, url in servers.items():
-        peers[name] = Peer("as served", partial(served, url, temperature))
+        peers[name] = Peer("as served", partial(served, url.rstrip("/"), temperature))
     return peers
 
 
@@ -132,8 +123,8 @@ def llama_cpp(gguf: Path, temperature: float, *, has_ngrams: bool = False) -> An
     server = xllamacpp.Server(params)
 
     def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
-        settings = _sampling(temperature) | {"samplers": ["temperature"], "cache_prompt": False}
-        body = {"prompt": prompt, "max_tokens": num_tokens} | settings
+        settings = {"samplers": ["temperature"], "cache_prompt": False}
+        body = _completion(prompt, num_tokens, temperature) | settings
         return _read_completion(server.handle_completions(body))
 
     return answer
@@ -188,15 +179,16 @@ def served(url: str, temperature: float) -> Answer:
     model = _request(f"{url}/models")["data"][0]["id"]
 
     def answer(prompt: list[int], num_tokens: int) -> tuple[str, int]:
-        body = {"model": model, "prompt": prompt, "max_tokens": num_tokens}
-        return _read_completion(_request(f"{url}/completions", body | _sampling(temperature)))
+        body = _completion(prompt, num_tokens, temperature) | {"model": model}
+        return _read_completion(_request(f"{url}/completions", body))
 
     return answer
 
 
-def _sampling(temperature: float) -> dict[str, Any]:
-    """Fields of OpenAI's completions, and of servers that would otherwise filter tokens."""
-    return {"temperature": temperature, "top_k": 0 if temperature else 1, "top_p": 1, "min_p": 0}
+def _completion(prompt: list[int], num_tokens: int, temperature: float) -> dict[str, Any]:
+    """Body of OpenAI's completions, with fields of servers that would otherwise filter tokens."""
+    filters = {"top_k": 0 if temperature else 1, "top_p": 1, "min_p": 0}
+    return {"prompt": prompt, "max_tokens": num_tokens, "temperature": temperature, **filters}
 
 
 def _request(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -303,17 +295,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     add_numbers(parser, {"questions": 6, "tokens": 128, "repeats": 3})
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedily")
-    parser.add_argument(
-        "--server",
-        type=_name_and_url,
-        action="append",
-        default=[],
-        metavar="NAME=URL",
-        help="measure a program that serves the model, too",
-    )
+    parser.add_argument("--server", action="append", default=[], metavar="NAME=URL",
+                        help="measure a program that serves the model, too")  # fmt: skip
     args = parser.parse_args(arguments)
-    gguf, alone = find_gguf(), Engine.load(default_target())
-    peers = list_peers(alone, gguf, dict(args.server), args.temperature)
+    syntax = "NAME=URL, such as vLLM=http://127.0.0.1:8000/v1"
+    servers = read_pairs("--server", args.server, syntax)
+    alone = Engine.load(default_target())
+    peers = list_peers(alone, find_gguf(), servers, args.temperature)
     lines = Path(_QUESTIONS).read_text("utf-8").splitlines()[: args.questions]
     chats = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
     prompts = [list(alone.prepare(chat, args.tokens).ids) for chat in chats]
@@ -328,13 +316,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "provenance": provenance(),
     }
     show_report(report, format_table(report), args.output)
-
-
-def _name_and_url(text: str) -> tuple[str, str]:
-    name, separator, url = text.partition("=")
-    if not (name and separator and url.startswith(("http://", "https://"))):
-        raise UserError(f"--server {text!r}: want NAME=URL, such as vLLM=http://127.0.0.1:8000/v1")
-    return name, url.rstrip("/")
 
 
 if __name__ == "__main__":

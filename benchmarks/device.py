@@ -6,7 +6,6 @@ remove runs/device/NAME* to measure one again. The last lines compare every numb
 with the committed report of such a device, and tell what it decides (docs/results/accelerator.md).
 """
 
-import argparse
 import json
 import os
 import signal
@@ -244,13 +243,21 @@ FAR_MARK = 1.35
 def decide(numbers: Numbers, sizes: Mapping[str, Any]) -> Iterator[str]:
     """What the numbers decide; what was not measured stays open."""
     near = sizes["near"].replace("/", " of ")
+    plain = numbers.get("rounds", {})
     for stage, if_true, if_false in (
         ("used_rows", "on by default", "model/used_rows.py leaves"),
         ("loops", "docs recommend +WHILE", "no flag"),
         ("exact", "docs recommend no excess precision", "no flag"),
     ):
-        verdict = is_faster(numbers.get("rounds", {}), numbers.get(stage, {}), near)
-        yield f"decision, {stage}: {choose(verdict, if_true, if_false)}"
+        changed = numbers.get(stage, {})
+        ratios = {name: changed[name] / plain[name] for name in changed if name in plain}
+        drafted = [
+            ratio
+            for name, ratio in ratios.items()
+            if f", {near}:" in name and not name.startswith("autoregressive")
+        ]
+        is_faster = max(drafted) <= FASTER and max(ratios.values()) <= SLOWER if drafted else None
+        yield f"decision, {stage}: {choose(is_faster, if_true, if_false)}"
     speeds = {
         name: number
         for name, number in numbers.get("smollm2", {}).items()
@@ -266,19 +273,6 @@ def decide(numbers: Numbers, sizes: Mapping[str, Any]) -> Iterator[str]:
 def choose(verdict: bool | None, if_true: str, if_false: str) -> str:
     """The decision of a verdict."""
     return "open" if verdict is None else if_true if verdict else if_false
-
-
-def is_faster(plain: Mapping[str, float], changed: Mapping[str, float], near: str) -> bool | None:
-    """Tells whether a change makes rounds enough faster, and nothing slower; None if unknown."""
-    ratios = {name: changed[name] / plain[name] for name in changed if name in plain}
-    rounds = [
-        ratio
-        for name, ratio in ratios.items()
-        if f", {near}:" in name and not name.startswith("autoregressive")
-    ]
-    if not rounds:
-        return None
-    return max(rounds) <= FASTER and max(ratios.values()) <= SLOWER
 
 
 def compare_all(
@@ -306,7 +300,7 @@ def check_marks(report: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, runs the queue, prints the summary."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--minutes", type=at_least(1), default=13, metavar="N")
     parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models on a CPU")
     args = parser.parse_args(arguments)

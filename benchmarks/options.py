@@ -9,7 +9,7 @@ from typing import Any
 
 from infer.bench.report import check_output
 from poss_jax.config.models import TreeConfig
-from poss_jax.config.reading import UserError, build_config
+from poss_jax.config.reading import build_config
 from poss_jax.program.arguments import at_least
 from poss_jax.program.running import Parser
 
@@ -34,7 +34,7 @@ def resident_bytes(process: int | str = "self") -> float:
 
 def make_parser(doc: str | None) -> Parser:
     """Makes the parser of a benchmark; --output may hold an older report, which is replaced."""
-    parser = Parser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(description=doc)
     parser.add_argument("--output", type=report_folder, metavar="DIR", help="folder for the report")
     return parser
 
@@ -47,15 +47,10 @@ def report_folder(text: str) -> Path:
 
 
 def read_tree(text: str) -> TreeConfig:
-    """Reads depth/top_k/total_tokens.
-
-    Raises:
-      UserError: there are not three numbers, or one is out of bounds.
-    """
-    names, numbers = ("depth", "top_k", "total_tokens"), text.split("/")
-    if len(numbers) != len(names):
-        raise UserError(f"tree {text!r}: want depth/top_k/total_tokens, such as 4/2/8")
-    return build_config(TreeConfig, dict(zip(names, numbers, strict=True)), origin=f"tree {text!r}")
+    """Reads depth/top_k/total_tokens; argparse tells of a ValueError where there are not three."""
+    names = "depth", "top_k", "total_tokens"
+    sizes = dict(zip(names, text.split("/"), strict=True))
+    return build_config(TreeConfig, sizes, origin=f"tree {text!r}")
 
 
 def add_numbers(parser: argparse.ArgumentParser, defaults: Mapping[str, int]) -> None:

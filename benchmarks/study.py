@@ -12,7 +12,6 @@ With --jobs N, N runs train side by side. Small ones share a GPU well once NVIDI
 (nvidia-cuda-mps-control -d); without it they take turns, and nothing is gained.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -414,7 +413,7 @@ def compare_variants(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, trains, measures, prints."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the config")
     parser.add_argument("--config", required=True, metavar="FILE")
     parser.add_argument("--output", type=report_folder, required=True, metavar="DIR")

@@ -78,7 +78,8 @@ def test_rows_are_written_at_once_and_not_measured_again(tmp_path, capsys, monke
     assert measured == ["autoregressive, 8", *["poss3 2/2/5, 8"] * 2]
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(report["prefill"]) == measured[:2]
-    assert "want LENGTH or LENGTH/ROOM" in refusal(accelerator.main, *words, "--contexts", "9/9")
+    wrong = refusal(accelerator.main, *words, "--contexts", "9/9/9")
+    assert "argument --contexts: invalid read_context value: '9/9/9'" in wrong
     accelerator.main([*words, "--repeats", "2"])  # other options: a new report
     assert measured[3:] == measured[:2]
 
