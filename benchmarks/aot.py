@@ -312,28 +312,19 @@ def describe_gpu(name: str) -> str:
         gpu_device_info {{
           name: "{full_name}"
           device_vendor: "NVIDIA Corporation"
-          memory_bandwidth: {DEVICES[name].bytes_per_second:.0f}
-          device_memory_size: {memory * 2**30}
-          l2_cache_size: {50 * 2**20}
-          clock_rate_ghz: 1.98
-          core_count: 132
-          fpus_per_core: 128
-          threads_per_warp: 32
-          threads_per_block_limit: 1024
-          threads_per_core_limit: 2048
-          shared_memory_per_block: {48 * 2**10}
-          shared_memory_per_block_optin: {227 * 2**10}
-          shared_memory_per_core: {228 * 2**10}
-          registers_per_core_limit: {2**16}
-          registers_per_block_limit: {2**16}
-          block_dim_limit_x: {2**31 - 1} block_dim_limit_y: {2**16 - 1}
-          block_dim_limit_z: {2**16 - 1}
-          thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-          device_address_bits: 64
           cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
           driver_version: "13.0.0" runtime_version: "13.0.0"
-          compile_time_toolkit_version: "13.0.0"
-          dnn_version: "9.10.0"
+          compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+          core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 device_address_bits: 64
+          device_memory_size: {memory * 2**30} l2_cache_size: {50 * 2**20}
+          memory_bandwidth: {DEVICES[name].bytes_per_second:.0f}
+          shared_memory_per_core: {228 * 2**10} shared_memory_per_block: {48 * 2**10}
+          shared_memory_per_block_optin: {227 * 2**10}
+          registers_per_core_limit: {2**16} registers_per_block_limit: {2**16}
+          threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+          thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+          block_dim_limit_x: {2**31 - 1} block_dim_limit_y: {2**16 - 1}
+          block_dim_limit_z: {2**16 - 1}
         }}"""
 
 

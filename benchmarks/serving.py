@@ -32,7 +32,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.options import Schema, make_parser, read_schemas, resident_bytes
+from benchmarks.options import (
+    Schema,
+    add_numbers,
+    make_parser,
+    read_schemas,
+    resident_bytes,
+)
 from benchmarks.python_models import python_model
 from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
@@ -376,14 +382,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--target", default=str(python_model("target")), metavar="DIR")
     parser.add_argument("--draft", default=str(python_model("poss3")), metavar="DIR")
-    parser.add_argument("--clients", type=at_least(1), default=64)
-    parser.add_argument("--seconds", type=at_least(1), default=120)
-    parser.add_argument("--max-new-tokens", type=at_least(8), default=128)
-    parser.add_argument("--max-length", type=at_least(16), default=512)
     parser.add_argument(
         "--sizes", type=at_least(1), nargs="+", default=[1, 4, 16], help="clients at once"
     )
-    parser.add_argument("--repeats", type=at_least(1), default=3)
+    numbers = {"clients": 64, "seconds": 120, "max-new-tokens": 128, "max-length": 512}
+    add_numbers(parser, numbers | {"repeats": 3})
     args = parser.parse_args(arguments)
     report = measure(args)
     show_report(report, format_report(report), args.output)
