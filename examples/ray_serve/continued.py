@@ -187,7 +187,8 @@ class ContinuedStream:
         if index not in self._choices:
             raise GivenUp("the server does not return token ids; is it poss-serve?")
         choice = self._choices[index]
-        if told["finish_reason"] == "length" and not ids and not self._is_late():
+        is_late = time.monotonic() - self._arrived > self._settings.timeout_seconds
+        if told["finish_reason"] == "length" and not ids and not is_late:
             return None  # its server stopped before the answer had ended
         choice.ids += ids
         choice.is_finished = told["finish_reason"] is not None
@@ -199,9 +200,6 @@ class ContinuedStream:
         told = {key: told[key] for key in told if key not in ("token_ids", "prompt_token_ids")}
         is_shown = any(told.get(key) for key in ("text", "delta", "logprobs", "finish_reason"))
         return told if is_shown else None
-
-    def _is_late(self) -> bool:
-        return time.monotonic() - self._arrived > self._settings.timeout_seconds
 
     def _translate(self, data: Event, index: int, offset: int) -> Event | None:
         """Event of a continuation as the client is to see it, None if nothing.

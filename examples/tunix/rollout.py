@@ -4,7 +4,7 @@ engine = poss_jax.Engine.load("models/llama3-8b", draft="models/poss3")
 ClusterConfig(rollout_engine=functools.partial(PossRollout, engine=engine), ...)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -161,7 +161,8 @@ class PossRollout(BaseRollout):
         """Log-probability of every token of some texts, given those before; 0 for the first."""
         width = max(CHUNK, _power_of_two(max(map(len, texts))))
         rows: list[np.ndarray] = []
-        for batch in _batches(texts, self._batch_size):
+        for first in range(0, len(texts), self._batch_size):
+            batch = texts[first : first + self._batch_size]
             tokens = np.zeros((self._batch_size, width), np.int32)
             for row, text in zip(tokens, batch, strict=False):
                 row[: len(text)] = text
@@ -213,10 +214,6 @@ def score_texts(
     carry = jnp.zeros((B, T), jnp.float32)
     out = prefill(target, config, cache, tokens, lengths, chunk=CHUNK, visit=visit, carry=carry)
     return jnp.pad(out.visited[:, :-1], ((0, 0), (1, 0)))
-
-
-def _batches(texts: Sequence[list[int]], size: int) -> Iterator[Sequence[list[int]]]:
-    return (texts[first : first + size] for first in range(0, len(texts), size))
 
 
 def _power_of_two(length: int) -> int:
