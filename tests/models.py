@@ -131,14 +131,6 @@ def stacked(params: Params) -> Params:
     return params | {name: jax.jit(stack_layers)(params[name])}
 
 
-def unstacked(params: Params) -> Params:
-    """The same target or draft as decoding holds it, layers or specialists in a list."""
-    name = "layers" if "layers" in params else "specialists"
-    count = len(jax.tree.leaves(params[name])[0])
-    take = [jax.tree.map(lambda leaf, i=i: leaf[i], params[name]) for i in range(count)]
-    return params | {name: take}
-
-
 def make_engine(
     llama: LlamaConfig,
     target: Params,
