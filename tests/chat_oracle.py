@@ -21,19 +21,12 @@ Record = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """An answer as its target writes it.
-
-    Attributes:
-      prompt: what it is asked.
-      written: what the template writes behind the prompt.
-      learnt: its trained start, up to the token at which the target stops.
-      is_trained: whether the chat wants it to be trained on.
-    """
+    """An answer as its target writes it."""
 
     prompt: str
-    written: str
-    learnt: str
-    is_trained: bool
+    written: str  # what the template writes behind the prompt
+    learnt: str  # its trained start, up to the token at which the target stops
+    is_trained: bool  # the chat wants it to be trained on
 
 
 @functools.cache

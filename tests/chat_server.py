@@ -26,25 +26,15 @@ def echo(body: dict[str, Any]) -> Reply:
 
 @dataclass
 class ChatServer:
-    """A server, and what it was asked.
-
-    Attributes:
-      url: address of the server.
-      reply: status and JSON (or bytes) for the body of a request; status 0 hangs up.
-      models: status and JSON of /v1/models.
-      headers: further headers of failures.
-      bodies: bodies of all requests for an answer.
-      keys: header Authorization of all requests.
-      most: most requests that were under way together.
-    """
+    """A server, and what it was asked."""
 
     url: str = ""
-    reply: Callable[[dict[str, Any]], Reply] = echo
+    reply: Callable[[dict[str, Any]], Reply] = echo  # to a body; status 0 hangs up
     models: Reply = (200, {"data": [{"id": "tiny"}, {"id": "other"}]})
-    headers: dict[str, str] = field(default_factory=dict)
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
-    most: int = 0
+    headers: dict[str, str] = field(default_factory=dict)  # further ones of failures
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of all requests for an answer
+    keys: list[str | None] = field(default_factory=list)  # header Authorization of all requests
+    most: int = 0  # requests that were under way together
     under_way: int = 0
     lock: Any = field(default_factory=Lock)
 

@@ -6,29 +6,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """A template.
+    """A template."""
 
-    Attributes:
-      text: template, or several by name.
-      ends: tokens at which its model stops; the first in an answer ends it.
-      specials: other special tokens.
-      eos: the tokenizer's eos; None: the first of `ends`.
-      bos: the tokenizer's bos.
-      takes_parts: whether content may come in parts.
-      needs_ends: whether they must be told, since the template does not show them.
-      refused: what is said when it is opened; "": it is not refused.
-      cannot_find: whether answers cannot be found in its texts.
-    """
-
-    text: str | dict[str, str]
-    ends: tuple[str, ...] = ("</s>",)
-    specials: tuple[str, ...] = ()
-    eos: str | None = None
+    text: str | dict[str, str]  # or several by name
+    ends: tuple[str, ...] = ("</s>",)  # its model stops there; the first in an answer ends it
+    specials: tuple[str, ...] = ()  # other special tokens
+    eos: str | None = None  # the tokenizer's; None: the first of `ends`
     bos: str = "<s>"
-    takes_parts: bool = False
-    needs_ends: bool = False
-    refused: str = ""
-    cannot_find: bool = False
+    takes_parts: bool = False  # content may come in parts
+    needs_ends: bool = False  # they must be told, since the template does not show them
+    refused: str = ""  # what is said when it is opened; "": it is not refused
+    cannot_find: bool = False  # answers cannot be found in its texts
 
 
 def each(turn: str, ask: str = "", *, first: str = "", last: str = "") -> str:

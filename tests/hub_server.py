@@ -21,23 +21,14 @@ _LARGE = (".safetensors", ".bin", ".model")
 
 @dataclass
 class Hub:
-    """Models by id, and what was asked for.
-
-    Attributes:
-      url: of the server.
-      models: folder of every model.
-      gated: ids that are shown to everybody and given to those who send TOKEN.
-      private: ids that are not even shown without TOKEN.
-      requests: method, path and token of every request.
-      num_bytes: sent in the bodies of every model.
-    """
+    """Models by id, and what was asked for."""
 
     url: str = ""
-    models: dict[str, Path] = field(default_factory=dict)
-    gated: set[str] = field(default_factory=set)
-    private: set[str] = field(default_factory=set)
-    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    num_bytes: Counter[str] = field(default_factory=Counter)
+    models: dict[str, Path] = field(default_factory=dict)  # folders
+    gated: set[str] = field(default_factory=set)  # shown to all, given to those who send TOKEN
+    private: set[str] = field(default_factory=set)  # not even shown without TOKEN
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, token
+    num_bytes: Counter[str] = field(default_factory=Counter)  # sent in the bodies of every model
 
 
 @contextmanager

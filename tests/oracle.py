@@ -102,18 +102,7 @@ def _alone(weights: Weights, llama: LlamaConfig, request: Request) -> Output:
 
 
 class Shape:
-    """A compiled speculative program with the oracle, compared with autoregressive decoding.
-
-    Attributes:
-      llama: shape of the target.
-      draft: shape of the draft.
-      tree: size of the draft tree.
-      lookup: most tokens that a round copies.
-      is_sampled: whether requests have sampling settings.
-      vocabulary: target ids that the draft may propose.
-      lengths_seen: accepted counts of all rounds that were not cut.
-      num_copied: accepted tokens that only lookup proposed.
-    """
+    """A compiled speculative program with the oracle, compared with autoregressive decoding."""
 
     def __init__(
         self,
@@ -131,8 +120,8 @@ class Shape:
         self.vocabulary = np.asarray(
             range(llama.vocab_size) if vocabulary is None else vocabulary, np.int32
         )
-        self.lengths_seen: set[int] = set()
-        self.num_copied = 0
+        self.lengths_seen: set[int] = set()  # accepted counts of all rounds that were not cut
+        self.num_copied = 0  # accepted tokens that only lookup proposed
         self._max_accepted = StaticShape(llama, draft, tree, ROWS, lookup=lookup).max_accepted
         self._watch = Watch()
 

@@ -38,18 +38,11 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass
 class Served:
-    """A server that runs.
-
-    Attributes:
-      engine: what it decodes with.
-      service: what its endpoints share.
-      server: uvicorn's.
-      port: where it listens.
-    """
+    """A server that runs."""
 
     engine: Engine
-    service: Service
-    server: DrainingServer
+    service: Service  # what its endpoints share
+    server: DrainingServer  # uvicorn's
     port: int
 
     @property
@@ -129,15 +122,10 @@ def serving(
 
 @dataclass
 class Program:
-    """A program in another process.
+    """A program in another process."""
 
-    Attributes:
-      process: the process, which leads a group of its own.
-      log: file with what it prints.
-    """
-
-    process: subprocess.Popen[bytes]
-    log: Path
+    process: subprocess.Popen[bytes]  # which leads a group of its own
+    log: Path  # file with what it prints
 
     @property
     def said(self) -> str:

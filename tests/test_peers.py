@@ -114,23 +114,14 @@ YARN = partial(change, layer={"rope": OF_YARN})
 
 
 class Case(NamedTuple):
-    """A draft of the fixtures, and how it is exported and run.
-
-    Attributes:
-      draft: its name.
-      layout: what it is exported in.
-      specialist: the one that is exported; None: all.
-      change: makes another draft of it first: (recorded draft, folder) -> its model folder.
-      drafted: number of tokens drafted per round.
-      poss: whether vLLM loads examples/vllm, and writes all texts together.
-    """
+    """A draft of the fixtures, and how it is exported and run."""
 
     draft: str
     layout: str
-    specialist: int | None = None
-    change: Callable[[Golden, Path], Path] | None = None
-    drafted: int = 5
-    poss: bool = False
+    specialist: int | None = None  # None: all
+    change: Callable[[Golden, Path], Path] | None = None  # makes another draft of it first
+    drafted: int = 5  # tokens per round
+    poss: bool = False  # vLLM loads examples/vllm, and writes all texts together
 
 
 CASES = {

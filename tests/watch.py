@@ -19,12 +19,7 @@ _PRIME = np.uint32(1_000_003)
 
 
 class Watch:
-    """Counts faults of all trees that are drafted and accepted from.
-
-    Attributes:
-      num_trees: trees seen, one per sequence and round.
-      faults: number of trees by fault.
-    """
+    """Counts trees by fault, of all that are drafted and accepted from."""
 
     def __init__(self) -> None:
         self.num_trees, self.faults = 0, Counter[str]()
