@@ -25,6 +25,7 @@ import logging
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,12 +61,16 @@ class Peer(NamedTuple):
     load: Callable[[], Answer]  # makes it; raises ImportError if its package is missing
 
 
-class Timing(NamedTuple):
-    """What was measured of a program, pass by pass."""
+@dataclass
+class Loaded:
+    """A program that takes part, and what was measured of it, pass by pass."""
 
-    speeds: list[float]  # tokens per second
-    first_ms: list[float]  # milliseconds to the first token, for each prompt of each pass
-    answers: list[tuple[str, int]]  # of the last pass, with the number of their tokens
+    weights: str
+    ask: Answer
+    megabytes: float  # by which it made this process larger
+    speeds: list[float] = field(default_factory=list)  # tokens per second
+    first_ms: list[float] = field(default_factory=list)  # to the first token, for each prompt
+    answers: list[tuple[str, int]] = field(default_factory=list)  # of the last pass
 
 
 def list_peers(
@@ -205,69 +210,60 @@ def _read_completion(reply: dict[str, Any]) -> tuple[str, int]:
     return reply["choices"][0]["text"], reply["usage"]["completion_tokens"]
 
 
-def load_peers(
-    peers: Mapping[str, Peer], prompt: list[int]
-) -> tuple[dict[str, Answer], dict[str, float]]:
-    """Loads what is installed, asks it once, and says what is not installed.
-
-    Returns:
-      The programs, and the megabytes by which each made this process larger.
-    """
-    loaded, megabytes = {}, {}
+def load_peers(peers: Mapping[str, Peer], prompt: list[int]) -> dict[str, Loaded]:
+    """Loads what is installed, asks it once, and says what is not installed."""
+    loaded = {}
     for name, peer in peers.items():
         initial_bytes = resident_bytes()
         try:
-            loaded[name] = peer.load()
+            ask = peer.load()
         except ImportError as error:
             _LOG.warning("%s is left out: %s", name, error)
             continue
-        loaded[name](prompt, 8)
-        megabytes[name] = (resident_bytes() - initial_bytes) / 1e6
-    return loaded, megabytes
+        ask(prompt, 8)
+        loaded[name] = Loaded(peer.weights, ask, (resident_bytes() - initial_bytes) / 1e6)
+    return loaded
 
 
 def measure(
-    engines: Mapping[str, Answer], prompts: Sequence[list[int]], max_tokens: int, repeats: int
-) -> dict[str, Timing]:
+    engines: Mapping[str, Loaded], prompts: Sequence[list[int]], max_tokens: int, repeats: int
+) -> None:
     """Answers all prompts with every engine in turn; the first pass compiles and is not counted."""
-    timings = {name: Timing([], [], []) for name in engines}
     for number in range(repeats + 1):
-        for name, ask in engines.items():
+        for engine in engines.values():
             first_ms, began = [], time.perf_counter()
             for prompt in prompts:
-                ask(prompt, 1)
+                engine.ask(prompt, 1)
                 first_ms.append(1e3 * (time.perf_counter() - began))
                 began = time.perf_counter()
-            answers = [ask(prompt, max_tokens) for prompt in prompts]
+            engine.answers = [engine.ask(prompt, max_tokens) for prompt in prompts]
             seconds = time.perf_counter() - began
             if number:
-                timing = timings[name]
-                timing.speeds.append(sum(count for _, count in answers) / seconds)
-                timing.first_ms.extend(first_ms)
-                timing.answers[:] = answers
-    return timings
+                engine.speeds.append(sum(count for _, count in engine.answers) / seconds)
+                engine.first_ms.extend(first_ms)
 
 
-def summarise(
-    timings: Mapping[str, Timing], peers: Mapping[str, Peer], megabytes: Mapping[str, float]
-) -> dict[str, dict[str, Any]]:
+def summarise(engines: Mapping[str, Loaded]) -> dict[str, dict[str, Any]]:
     """Medians of every program; ratios are medians over passes."""
-    reference, ours = timings["autoregressive"].answers, timings["autoregressive"].speeds
-    baseline = timings[BASELINE].speeds if BASELINE in timings else None
+    ours, baseline = engines["autoregressive"], engines.get(BASELINE)
+
+    def ratio_to(reference: Loaded, engine: Loaded) -> float:
+        return float(np.median(np.divide(engine.speeds, reference.speeds)))
+
     return {
         name: {
-            "weights": peers[name].weights,
-            "megabytes": megabytes[name],
-            "tokens_per_second": float(np.median(timing.speeds)),
-            "first_token_ms": float(np.median(timing.first_ms)),
-            "to_autoregressive": float(np.median(np.divide(timing.speeds, ours))),
-            "to_llama_cpp": baseline and float(np.median(np.divide(timing.speeds, baseline))),
+            "weights": engine.weights,
+            "megabytes": engine.megabytes,
+            "tokens_per_second": float(np.median(engine.speeds)),
+            "first_token_ms": float(np.median(engine.first_ms)),
+            "to_autoregressive": ratio_to(ours, engine),
+            "to_llama_cpp": baseline and ratio_to(baseline, engine),
             "equal_to_autoregressive": sum(
                 answer.strip() == text.strip()
-                for (answer, _), (text, _) in zip(timing.answers, reference, strict=True)
+                for (answer, _), (text, _) in zip(engine.answers, ours.answers, strict=True)
             ),
         }
-        for name, timing in timings.items()
+        for name, engine in engines.items()
     }
 
 
@@ -305,14 +301,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = Path(_QUESTIONS).read_text("utf-8").splitlines()[: args.questions]
     chats = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
     prompts = [list(alone.prepare(chat, args.tokens).ids) for chat in chats]
-    engines, megabytes = load_peers(peers, prompts[0])
-    timings = measure(engines, prompts, args.tokens, args.repeats)
+    engines = load_peers(peers, prompts[0])
+    measure(engines, prompts, args.tokens, args.repeats)
     report = {
         "questions": len(prompts),
         "tokens": args.tokens,
         "temperature": args.temperature,
         "threads": count_cores(),
-        "engines": summarise(timings, peers, megabytes),
+        "engines": summarise(engines),
         "provenance": provenance(),
     }
     show_report(report, format_table(report), args.output)
