@@ -262,7 +262,7 @@ async def ask_whole(client: httpx.AsyncClient, case: Case) -> Answer:
 async def run_clients(
     url: str, num_clients: int, run_client: Callable[[httpx.AsyncClient, float], Awaitable[None]]
 ) -> float:
-    """Runs clients, already connected, by the time of their begin; gives the seconds they take."""
+    """Runs clients, already connected, and tells each the time; gives the seconds they take."""
     async with make_client(url) as client:
         await asyncio.gather(*(client.get("/health") for _ in range(num_clients)))
         begun = time.monotonic()

@@ -129,8 +129,14 @@ def write_gguf(
             writer.add_uint32(f"{name}.{key}", value)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(5e5)
-    if kind == "plain":
-        _add_tokenizer(writer)
+    if kind == "plain":  # byte-level, of characters and one pair, with special tokens
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([*TOKENS, *PIECES])
+        writer.add_token_types([3] * len(TOKENS) + [1] * len(PIECES))
+        writer.add_token_merges(["! ?"])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
     more(writer)
     architecture = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[name]
     names = gguf.get_tensor_name_map(architecture, LAYERS)
@@ -154,17 +160,6 @@ def write_out(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """A byte-level tokenizer of characters and one pair, with special tokens."""
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*TOKENS, *PIECES])
-    writer.add_token_types([3] * len(TOKENS) + [1] * len(PIECES))
-    writer.add_token_merges(["! ?"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
 
 
 # Texts of every kind that tokenizers cut in different ways.

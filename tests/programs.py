@@ -74,7 +74,13 @@ def tiny_runs(base: Path) -> Runs:
     runs = Runs(base / "tiny")
     with FileLock(base / "tiny.lock"):
         if not runs.root.exists():
-            _write_text(runs.root / "text")
+            (runs.root / "text").mkdir(parents=True)
+            for n in range(60):
+                shapes = [
+                    f"def area_{n}_{i}(width, height):\n    return {i} * width * height + {n}\n\n"
+                    for i in range(6)
+                ]
+                (runs.root / "text" / f"{n}.txt").write_text("".join(shapes))
             _train(runs, "target", TARGET)
             _train(runs, "eagle", DRAFT | {"target": runs.model("target")})
             _train(runs, "poss2", POSS2 | {"target": runs.model("target")})
@@ -187,13 +193,3 @@ def interrupted_after(num_lines: int) -> Iterator[None]:
 def _train(runs: Runs, name: str, values: dict[str, Any]) -> None:
     values = values | {"data": runs.data, "output": str(runs.root / name)}
     train_main(["--config", write_config(runs.root / "configs", values)])
-
-
-def _write_text(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for n in range(60):
-        shapes = [
-            f"def area_{n}_{i}(width, height):\n    return {i} * width * height + {n}\n\n"
-            for i in range(6)
-        ]
-        (folder / f"{n}.txt").write_text("".join(shapes))
