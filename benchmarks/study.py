@@ -60,31 +60,21 @@ SIMULATED = "simulated_acceptance_length"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StudyConfig:
-    """One study.
+    """One study."""
 
-    Attributes:
-      start: config of the run that the variants change; it names the draft they continue.
-      variants: keys of that config that a variant changes; the first variant is the baseline. The
-        key `widen` continues a draft whose MLP is that wide (see `widen`); `num_seeds` is how many
-        of the seeds a variant is trained with, and it is compared with the same seeds of the
-        baseline.
-      bench: config of the benchmark, without drafts; null where no tree is given.
-      pairs: further pairs of variants to compare: the first less the second.
-      trees: trees that all drafts are benchmarked with, by name; without any, drafts are compared
-        on the held-out texts of training alone.
-      seeds: seeds of training.
-      phases: also time a round of every variant.
-      output: folder of runs and benchmarks.
-    """
-
-    start: str
+    start: str  # config of the run that the variants change; it names the draft they continue
+    # keys of that config that a variant changes; the first variant is the baseline. The key `widen`
+    # continues a draft whose MLP is that wide (see `widen`); `num_seeds` is how many of the seeds a
+    # variant is trained with, and it is compared with the same seeds of the baseline.
     variants: dict[str, dict[str, Any]] = Field(min_length=1)
-    bench: str | None = None
+    bench: str | None = None  # config of the benchmark, without drafts; null where no tree is given
+    # trees that all drafts are benchmarked with, by name; without any, drafts are compared on the
+    # held-out texts of training alone
     trees: dict[str, TreeConfig] = Field(default_factory=dict)
-    pairs: tuple[tuple[str, str], ...] = ()
-    seeds: tuple[Seed, ...] = Field((0, 1, 2), min_length=1)
-    phases: bool = True
-    output: str = "runs/study"
+    pairs: tuple[tuple[str, str], ...] = ()  # compared, too: the first less the second
+    seeds: tuple[Seed, ...] = Field((0, 1, 2), min_length=1)  # of training
+    phases: bool = True  # also time a round of every variant
+    output: str = "runs/study"  # folder of runs and benchmarks
 
     def __post_init__(self) -> None:
         if self.trees and self.bench is None:

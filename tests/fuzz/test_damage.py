@@ -22,19 +22,12 @@ from train.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that happens to a file.
+    """Something that happens to a file."""
 
-    Attributes:
-      file: share of the files, in order, that lie before it.
-      place: share of its content that lies before the damage.
-      kind: what happens there.
-      data: bytes that come there.
-    """
-
-    file: float
-    place: float
-    kind: str
-    data: bytes
+    file: float  # share of the files, in order, that lie before it
+    place: float  # share of its content that lies before the damage
+    kind: str  # what happens there
+    data: bytes  # bytes that come there
 
     def strike(self, folder: Path) -> None:
         files = sorted(path for path in folder.rglob("*") if path.is_file())
