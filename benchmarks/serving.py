@@ -32,13 +32,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.options import (
-    Schema,
-    add_numbers,
-    make_parser,
-    read_schemas,
-    resident_bytes,
-)
+from benchmarks.options import Schema, add_numbers, make_parser, read_schemas, resident_bytes
 from benchmarks.python_models import python_model
 from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
