@@ -1,6 +1,5 @@
 """Command lines: keys of a config as options, sampling settings, trees."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -52,13 +51,12 @@ def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path):
         ("sampling.top_k=-1", "override 'sampling.top_k=-1': Input should be greater than or"),
         ("sampling.top_k=-1 --top-k=-2", "--top-k: Input should be greater than or equal to 0,"),
         ("--prompts x", "want a question, a text (prompt) or a file of prompts (prompts)"),
-        (f"--top-k {os.fsdecode(b'caf' + bytes([233]) * 400)}", "want UTF-8; write it in UTF-8"),
         ("--top-k " + "9" * 5000, "--top-k: Unable to parse input string as an integer, exceeded"),
-        ("--logit-bias 5", "--logit-bias '5': want ID=VALUE"),
+        ("--logit-bias 5", "--logit-bias: want ID=VALUE, each name once, got ['5']"),
         ("--logit-bias a=1", "--logit-bias: a.[key]: Input should be a valid integer"),
         ("--logit-bias -1=1", "argument --logit-bias: expected one argument"),
         (f"--logit-bias {'9' * 5000}=1", "Unable to parse input string as an integer, exceeded"),
-        ("--logit-bias 5=1 --logit-bias 5=2", "'5=2': 5 is named already; name another"),
+        ("--logit-bias 5=1 --logit-bias 5=2", "want ID=VALUE, each name once, got ['5=1', '5=2']"),
         ("--tree 6/10", "--tree '6/10': want DEPTH/TOP_K/TOTAL_TOKENS such as 6/10/60, chain:N, "),
         ("--tree 0/1/2", "--tree: depth: Input should be greater than 0, got 0"),
         ("--tree chain:1001", "--tree: depth: Input should be less than or equal to 1000, got"),
@@ -77,7 +75,7 @@ def test_command_line_is_refused(arguments, error):
 @pytest.mark.parametrize(
     ("kind", "arguments", "error"),
     [
-        (RegenerateConfig, "--target=t", "want --output PATH, or the key output in the file"),
+        (RegenerateConfig, "--target=t", "options: missing key 'output'"),
         (ServeConfig, "--seed 3", "--seed: want none, got 3; every request has its own"),
         (AheadConfig, f"{AHEAD} --tree none", "chain:N or auto"),
         (BenchConfig, f"methods={{a: {{draft: d, tree: {TOO_DEEP}}}}}", DEEP.format(5)),
@@ -207,7 +205,7 @@ def test_trees_of_a_file(tmp_path):
         ("0: null", "trees: 0: want a batch size, a whole number from 1 on"),
         ("true: null", "trees: True: want a batch size"),
         ("1: 4/4/16", "trees: 1: want depth, top_k and total_tokens, or null; got '4/4/16'"),
-        ("1: {dept: 4}", "trees: 1: unknown key 'dept'; did you mean 'depth'?"),
+        ("1: {dept: 4}", "trees: 1: unknown key 'dept'; did you mean depth?"),
         ("{}", "trees: want batch sizes and their trees, got none"),
         (f"1: {'x' * 9000}", "want depth, top_k and total_tokens, or null; got 'xxxxx"),
         (f"4: {TOO_DEEP}", DEEP.format(5)),

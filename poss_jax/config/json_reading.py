@@ -3,10 +3,8 @@
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ def parse_json(
 
     Raises:
       JsonError: not UTF-8, not JSON, lists in lists deeper than `MAX_DEPTH`, or a whole number of
-        more digits than Python reads (4,300).
+        more digits than Python reads.
     """
     too_deep = f"nested more than {MAX_DEPTH} deep"
     try:
@@ -53,12 +51,11 @@ def parse_json(
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " if error.lineno > 1 else ""
         raise JsonError(f"{error.msg} at {line}column {error.colno}") from error
-    except ValueError as error:
-        digits = sys.get_int_max_str_digits()
-        raise JsonError(f"a whole number of more than {digits:,} digits") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise JsonError(str(error).partition(";")[0]) from error
     except RecursionError as error:
         raise JsonError(too_deep) from error
-    if _is_deep(value):
+    if _is_deep(value, MAX_DEPTH):
         raise JsonError(too_deep)
     if checks_text and _HALF.search(text):
         check_text(value)
@@ -83,8 +80,16 @@ def parse_object(content: bytes, origin: str) -> dict[str, Any]:
     Raises:
       UserError: not an object, a repeated key, or what `parse_json` refuses.
     """
+
+    def unique_keys(pairs: Pairs) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise UserError(f"{origin}: {twice[:80]} is given twice; fetch the file again")
+        return values
+
     try:
-        values = parse_json(content, object_hook=partial(_unique_keys, origin))
+        values = parse_json(content, object_hook=unique_keys)
     except JsonError as error:
         raise UserError(f"{origin}: not valid JSON: {error}; fetch the file again") from error
     if not isinstance(values, dict):
@@ -167,23 +172,9 @@ def json_lines(path: AnyPath) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, record
 
 
-def _unique_keys(origin: str, pairs: Pairs) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise UserError(f"{origin}: {twice[:80]} is given twice; fetch the file again")
-    return values
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
+def _is_deep(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    children = value.values() if isinstance(value, dict) else value
+    nested = (child for child in children if isinstance(child, dict | list))
+    return depth == 0 or any(_is_deep(child, depth - 1) for child in nested)

@@ -16,10 +16,6 @@ import yaml
 from etils import epath
 from pydantic_core import PydanticUndefined
 
-_DEEPEST_KEY = 20  # in an override
-_MOST_BASES = 20
-_LONGEST_PATH = 500  # in messages
-
 ConfigT = TypeVar("ConfigT")
 
 
@@ -39,21 +35,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 class Key(NamedTuple):
-    """One key of a config.
-
-    Attributes:
-      annotation: its type.
-      default: its default; None if there is none or it is a section.
-      is_required: True if it must be given.
-      help: its text in the class's docstring.
-      is_section: True for a section, whose keys follow it.
-    """
+    """One key of a config."""
 
     annotation: Any
-    default: Any
+    default: Any  # None if there is none or it is a section
     is_required: bool
-    help: str
-    is_section: bool
+    help: str  # its text in the class's docstring
+    is_section: bool  # its keys follow it
 
 
 def list_keys(kind: Any, prefix: str = "") -> dict[str, Key]:
@@ -67,11 +55,10 @@ def list_keys(kind: Any, prefix: str = "") -> dict[str, Key]:
     for name, field in kind.__pydantic_fields__.items():
         parts = (field.annotation, *getattr(field.annotation, "__args__", ()))
         sections = [hint for hint in parts if hasattr(hint, "__pydantic_fields__")]
-        required, default = field.is_required(), field.default
-        default = None if required or default is PydanticUndefined else default
-        text = help_of.get(name, "")
+        default = None if field.default is PydanticUndefined else field.default
         inner = f"{name}.NAME." if get_origin(field.annotation) is dict else f"{name}."
-        keys[prefix + name] = Key(field.annotation, default, required, text, bool(sections))
+        about = default, field.is_required(), help_of.get(name, ""), bool(sections)
+        keys[prefix + name] = Key(field.annotation, *about)
         for section in sections:
             keys |= list_keys(section, prefix + inner)
     return keys
@@ -124,7 +111,18 @@ def read_values(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[
     """Reads the values of a YAML file (None: no file) and of overrides, which win."""
     values = {} if path is None else read_yaml(Path(path))
     for override in overrides:
-        _merge(values, _read_override(override))
+        key, equals, text = override.partition("=")
+        try:
+            value = parse_yaml(text)
+        except ValueError as error:
+            raise UserError(
+                f"{_name_override(override)}: want a YAML value, got {error}"
+            ) from error
+        if not equals or not key:
+            raise UserError(f"{_name_override(override)}: want section.key=value")
+        for inner in reversed(key.split(".")):
+            value = {inner: value}
+        _merge(values, value)
     return values
 
 
@@ -133,7 +131,7 @@ def name_overrides(overrides: Sequence[str]) -> dict[str, str]:
     return {text.partition("=")[0]: _name_override(text) for text in overrides}
 
 
-def read_yaml(path: Path | epath.Path, derived: tuple[Path, ...] = ()) -> dict[Any, Any]:
+def read_yaml(path: Path | epath.Path, derived: frozenset[str] = frozenset()) -> dict[Any, Any]:
     """Reads a YAML file of keys; it may name another as `base:`, and its own keys win.
 
     Args:
@@ -142,7 +140,7 @@ def read_yaml(path: Path | epath.Path, derived: tuple[Path, ...] = ()) -> dict[A
     Raises:
       UserError: missing or malformed file, or a `base` that is not a file's path.
     """
-    where = f"config {cut(str(path), _LONGEST_PATH)}"
+    where = f"config {path}"
     try:
         values = parse_yaml(path.read_bytes().decode())
     except OSError as error:
@@ -153,10 +151,8 @@ def read_yaml(path: Path | epath.Path, derived: tuple[Path, ...] = ()) -> dict[A
         raise UserError(f"{where}: want a mapping of keys, got {type(values).__name__}")
     if "base" not in values:
         return values
-    base = values.pop("base")
-    derived = (*derived, Path(os.path.realpath(path)))
-    is_new = isinstance(base, str) and Path(os.path.realpath(path.parent / base)) not in derived
-    if not is_new or len(derived) > _MOST_BASES:
+    base, derived = values.pop("base"), derived | {os.path.realpath(path)}
+    if not isinstance(base, str) or os.path.realpath(path.parent / base) in derived:
         raise UserError(f"{where}: base: want the path of another YAML file, got {shorten(base)}")
     return _merge(read_yaml(path.parent / base, derived), values)
 
@@ -168,21 +164,17 @@ def change_config(config: ConfigT, *, origin: str, **changes: Any) -> ConfigT:
     return build_config(type(config), values, origin=origin)
 
 
-def suggest(word: str, choices: Iterable[str], *, quote: bool = False, otherwise: str = "") -> str:
+def suggest(word: str, choices: Iterable[str], *, otherwise: str = "") -> str:
     """Asks for the known word that an unknown one resembles; says otherwise, or lists them."""
-    names = [repr(name) if quote else name for name in choices]
-    near = difflib.get_close_matches(repr(word) if quote else word, names, n=1)
-    if near:
+    names = list(choices)
+    if near := difflib.get_close_matches(word, names, n=1):
         return f"did you mean {near[0]}?"
     return otherwise or cut(f"want one of {', '.join(names)}", 200)
 
 
 def shorten(value: Any) -> str:
     """Formats a value for messages, cutting long ones."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python refuses to print more than 4300 digits
-        return "a number of too many digits"
+    return reprlib.repr(value)
 
 
 def cut(text: str, max_length: int = 100) -> str:
@@ -211,24 +203,6 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     return json.loads(pydantic.TypeAdapter(type(config)).dump_json(config))
 
 
-def _read_override(override: str) -> dict[str, Any]:
-    """Reads section.key=value into nested mappings."""
-    key, equals, text = override.partition("=")
-    where, keys = _name_override(override), key.split(".")
-    if not equals or not key or len(keys) > _DEEPEST_KEY:
-        raise UserError(f"{where}: want section.key=value")
-    try:
-        value = parse_yaml(text)
-    except ValueError as error:
-        raise UserError(
-            f"{where}: want a YAML value after the =, with text that looks otherwise in quotes; "
-            f"{error}"
-        ) from error
-    for inner in reversed(keys):
-        value = {inner: value}
-    return value
-
-
 def _name_override(override: str) -> str:
     return f"override {cut(override)!r}"
 
@@ -249,19 +223,15 @@ def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
     where = cut(".".join(str(key) for key in error["loc"]))
     match error["type"]:
         case "unexpected_keyword_argument":
-            return where, f"unknown key {where!r}; {suggest(where, list_keys(kind), quote=True)}"
+            return where, f"unknown key {where!r}; {suggest(where, list_keys(kind))}"
         case "missing":
             return where, f"missing key {where!r}"
         case "value_error":
             message = str(error["ctx"]["error"])
             message = f"{where}: {message}" if where else message
             return message.partition(": ")[0], message  # may name a key itself
-        case "too_short":
-            min_length, got = (error["ctx"][key] for key in ("min_length", "actual_length"))
-            return where, f"{where}: want at least {min_length}, got {got}"
-        case "too_long":
-            max_length, got = (error["ctx"][key] for key in ("max_length", "actual_length"))
-            return where, f"{where}: want at most {max_length}, got {got}"
+        case "too_short" | "too_long":
+            return where, f"{where}: {error['msg']}"
         case "dataclass_type":
             return where, f"{where}: want a mapping of keys, got {shorten(error['input'])}"
     return where, f"{where}: {error['msg']}, got {shorten(error['input'])}"

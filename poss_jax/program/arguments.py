@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from poss_jax.config.decoding import AnswerConfig, SamplingConfig
 from poss_jax.config.models import TreeConfig
-from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.reading import (
     Key,
     UserError,
@@ -67,16 +66,10 @@ _SHOWN = {
 
 
 class Option(NamedTuple):
-    """An option that names a key.
+    """An option that names a key."""
 
-    Attributes:
-      flag: such as `--tree-depth`.
-      key: such as `tree.depth`.
-      declaration: the key's declaration.
-    """
-
-    flag: str
-    key: str
+    flag: str  # such as --tree-depth
+    key: str  # such as tree.depth
     declaration: Key
 
 
@@ -119,9 +112,16 @@ def read_arguments(
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = list_options(kind, also)
-    parser = _make_parser(kind, options, actions, prog=prog, doc=doc, words=words)
+    parser = _make_parser(
+        kind, options, actions, prog=prog, doc=doc, shows_all="--help-all" in words
+    )
     args = parser.parse_intermixed_args(words)
-    model, overrides = _split_model(kind, args)
+    model, overrides = {}, args.overrides
+    if overrides and "=" not in overrides[0] and issubclass(kind, AnswerConfig):
+        if args.target is not None:
+            got = shorten(overrides[0])
+            raise UserError(f"{got} and --target: both name the target; leave out one")
+        model, overrides = {"target": overrides[0]}, overrides[1:]
     values = read_values(args.config, overrides) | model
     given_as = name_overrides(overrides) | dict.fromkeys(model, "MODEL")
     if getattr(args, "tree", None) is not None:
@@ -130,18 +130,8 @@ def read_arguments(
     chosen = {o: getattr(args, o.key) for o in options if getattr(args, o.key) is not None}
     for option, value in chosen.items():
         _set(values, option, value, _defaults(kind).get("tree"))
-    for option in options:
-        if option.declaration.is_required and option.key not in values:
-            raise UserError(
-                f"want {option.flag} {_metavar(option)}, or the key {option.key} in the file that "
-                "--config names; see --help"
-            )
-    config = build_config(
-        kind,
-        values,
-        origin=args.config or "options",
-        given_as=given_as | {option.key: option.flag for option in chosen},
-    )
+    given_as |= {option.key: option.flag for option in chosen}
+    config = build_config(kind, values, origin=args.config or "options", given_as=given_as)
     methods = getattr(config, "methods", {}).values()
     check_depths([getattr(config, "tree", None), *(method.tree for method in methods)])
     sampling = getattr(config, "sampling", None)
@@ -149,20 +139,6 @@ def read_arguments(
         names = {option.key.rpartition(".")[2] for option in chosen}
         warn_of_idle(sampling, [name for name in FILTERS if name in names])
     return config, args
-
-
-def _split_model(kind: Any, args: argparse.Namespace) -> tuple[dict[str, str], Sequence[str]]:
-    """Takes MODEL, the target, from the arguments in front of overrides."""
-    first = next(iter(args.overrides), "=")
-    if "=" in first or not _takes_model(kind):
-        return {}, args.overrides
-    if args.target is not None:
-        raise UserError(f"{shorten(first)} and --target: both name the target; leave out one")
-    return {"target": first}, args.overrides[1:]
-
-
-def _takes_model(kind: Any) -> bool:
-    return issubclass(kind, AnswerConfig)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -176,93 +152,71 @@ def _make_parser(
     *,
     prog: str,
     doc: str | None,
-    words: Sequence[str],
+    shows_all: bool,
 ) -> argparse.ArgumentParser:
     """Makes the parser of a program; its help begins with what most people need."""
-    shows_all = "--help-all" in words
+    keys, defaults = list_keys(kind), _defaults(kind)
     parser = Parser(
         module=prog,
-        usage=f"%(prog)s {'[MODEL] ' * _takes_model(kind)}[options] [section.key=value ...]",
+        usage=f"%(prog)s {'[MODEL] ' * issubclass(kind, AnswerConfig)}[options] "
+        "[section.key=value ...]",
         description=describe(doc, shows_all=shows_all),
-        epilog=_describe_other_keys(kind, options, shows_all=shows_all),
+        epilog=_describe_other_keys(keys, options, shows_all=shows_all),
         add_help=False,
     )
     text = "Set a key of the config." if shows_all else argparse.SUPPRESS
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
-    _add_options(parser, kind, options, actions, shows_all=shows_all)
-    group = parser.add_argument_group("help and config")
-    group.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
-    if "output" in list_keys(kind) or "--output" in actions:
-        add_json(group)
-    group.add_argument("-h", "--help", action="help", help="Show the main options.")
-    group.add_argument("--help-all", action="help", help="Show all options and keys.")
-    add_version(group)
-    if not shows_all:
-        for action in parser._actions:
-            action.help = _shorten_help(action.help or "", words)
-    return parser
-
-
-def describe(doc: str | None, *, shows_all: bool) -> str | None:
-    """A program's docstring as its help; in short its first sentence, and examples that run here.
-
-    An example whose config is not here is left out.
-    """
-    text = (doc or "").strip()
-    if shows_all or not text:
-        return text or None
-    examples = re.findall(r"^ {4}\S.*(?:(?<=\\)\n.*)*", text, re.M)
-    here = [example for example in examples if _has_configs(example)][:_MOST_EXAMPLES]
-    return "\n\n".join([text.split("\n\n")[0], *(["\n".join(here)] if here else [])])
-
-
-def _has_configs(example: str) -> bool:
-    return all(Path(path).is_file() for path in re.findall(r"configs/\S+", example))
-
-
-def _describe_other_keys(kind: Any, options: Sequence[Option], *, shows_all: bool) -> str | None:
-    """Describes the keys that have no option; in short names their sections, and --help-all."""
-    with_option = {option.key for option in options}
-    further = {
-        key: declaration
-        for key, declaration in list_keys(kind).items()
-        if not declaration.is_section and key not in with_option
-    }
-    if not shows_all:
-        sections = ", ".join(dict.fromkeys(key.split(".")[0] for key in further))
-        more = f", and the keys of {sections}" if sections else ""
-        return textwrap.fill(f"--help-all shows all options{more}.", 79)
-    lines = [
-        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(declaration), 72), _INDENT)}"
-        for key, declaration in further.items()
-    ]
-    return "\n".join(["further keys:", *lines]) if lines else None
-
-
-def _add_options(
-    parser: argparse.ArgumentParser,
-    kind: Any,
-    options: Sequence[Option],
-    actions: Actions,
-    *,
-    shows_all: bool,
-) -> None:
-    """Adds options under their headings; in short those under none are not listed."""
-    defaults, remaining = _defaults(kind), {option.key: option for option in options}
-    for title, keys in _SHOWN.items():
+    remaining = {option.key: option for option in options}
+    for title, names in _SHOWN.items():
         group = parser.add_argument_group(title)
         for flag, settings in actions.items() if title == "run" else ():
             group.add_argument(flag, **settings)
         if title == "speed" and "tree" in defaults:
             text = _TREE_HELP if "trees" in defaults else _TREE_HELP.replace(", none", "")
             group.add_argument("--tree", metavar="D/K/N", help=text)
-        for option in [remaining.pop(key) for key in keys.split() if key in remaining]:
+        for option in [remaining.pop(key) for key in names.split() if key in remaining]:
             _add(group, option, defaults.get("tree"))
     group = parser.add_argument_group("more" if shows_all else "required")
     for option in remaining.values():
         action = _add(group, option, defaults.get("tree"))
         if not (shows_all or option.declaration.is_required):
             action.help = argparse.SUPPRESS
+    group = parser.add_argument_group("help and config")
+    group.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
+    if "output" in keys or "--output" in actions:
+        add_json(group)
+    group.add_argument("-h", "--help", action="help", help="Show the main options.")
+    group.add_argument("--help-all", action="help", help="Show all options and keys.")
+    add_version(group)
+    for action in () if shows_all else parser._actions:
+        action.help = _shorten_help(action.help or "")
+    return parser
+
+
+def describe(doc: str | None, *, shows_all: bool) -> str:
+    """A program's docstring as its help; in short its first sentence, and some examples."""
+    text = (doc or "").strip()
+    if shows_all:
+        return text
+    examples = re.findall(r"^ {4}\S.*(?:(?<=\\)\n.*)*", text, re.M)[:_MOST_EXAMPLES]
+    return "\n\n".join([text.split("\n\n")[0], "\n".join(examples)]).strip()
+
+
+def _describe_other_keys(
+    keys: Mapping[str, Key], options: Sequence[Option], *, shows_all: bool
+) -> str:
+    """Describes the keys that have no option; in short names their sections, and --help-all."""
+    names = keys.keys() - {option.key for option in options}
+    further = {key: row for key, row in keys.items() if key in names and not row.is_section}
+    if not shows_all:
+        sections = ", ".join(dict.fromkeys(key.split(".")[0] for key in further))
+        more = f", and the keys of {sections}" if sections else ""
+        return textwrap.fill(f"--help-all shows all options{more}.", 79)
+    lines = [
+        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(row), 72), _INDENT)}"
+        for key, row in further.items()
+    ]
+    return "\n".join(["further keys:", *lines]) if lines else ""
 
 
 def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action:
@@ -272,21 +226,19 @@ def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action
     """
     default, kind = option.declaration.default, _kind(option)
     text = option.declaration.help
+    action: dict[str, Any] = {"metavar": _metavar(option)}
     if kind is bool:
-        if default:
-            text = f"Do not {text[0].lower()}{text[1:]}"
-        action: dict[str, Any] = {"action": "store_const", "const": not default}
+        text = f"Do not {text[0].lower()}{text[1:]}" if default else text
+        action = {"action": "store_const", "const": not default}
+    elif kind in (dict, tuple):
+        action["action"] = "append"
+        text += " The option may be repeated."
+    elif option.key.startswith("tree.") and tree is None:
+        text += " (default: the device's)"
+    elif option.key.startswith("sampling.") and default is None:
+        text += " (default: the model's)"
     else:
-        action = {"metavar": _metavar(option)}
-        if kind in (dict, tuple):
-            action["action"] = "append"
-            text += " The option may be repeated."
-        elif option.key.startswith("tree.") and tree is None:
-            text += " (default: the device's)"
-        elif option.key.startswith("sampling.") and option.declaration.default is None:
-            text += " (default: the model's)"
-        else:
-            text = _help_of(option.declaration)
+        text = _help_of(option.declaration)
     return group.add_argument(option.flag, dest=option.key, help=text.replace("%", "%%"), **action)
 
 
@@ -297,11 +249,8 @@ def _help_of(key: Key) -> str:
     return key.help + ("" if default in (None, []) else f" (default: {shown})")
 
 
-def _shorten_help(text: str, words: Sequence[str]) -> str:
-    """The beginning of a help text, and the default; nothing of an option for an absent other."""
-    required = re.match(r"With (--[\w-]+)", text)
-    if text == argparse.SUPPRESS or (required and required[1] not in words):
-        return argparse.SUPPRESS
+def _shorten_help(text: str) -> str:
+    """The beginning of a help text, and the default."""
     summary, *default = re.split(r" (?=\(default: [^()]*\)$)", text)
     summary = re.split(r"[.;](?: |$)| \(docs/", summary)[0]
     summary = summary if len(summary) <= _LONGEST_TEXT else re.split(r": | \(", summary)[0]
@@ -359,30 +308,12 @@ def check_depths(trees: Iterable[TreeConfig | None]) -> None:
 def at_least(minimum: int) -> Callable[[str], int]:
     """Makes the type of an option that is a whole number with a lower bound."""
 
-    def parse(text: str) -> int:
-        if not re.fullmatch("[0-9]{1,10}", text) or not minimum <= int(text) <= INT32_MAX:
-            got = shorten(text)
-            raise argparse.ArgumentTypeError(f"want a number, at least {minimum}, got {got}")
-        return int(text)
+    def number(text: str) -> int:
+        if (value := int(text)) < minimum:
+            raise argparse.ArgumentTypeError(f"want a number, at least {minimum}, got {value}")
+        return value
 
-    return parse
-
-
-def read_pairs(flag: str, texts: Sequence[str], syntax: str) -> dict[str, str]:
-    """Reads NAME=VALUE arguments.
-
-    Raises:
-      UserError: one is something else, or names a name again.
-    """
-    pairs: dict[str, str] = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        if not (name and value):
-            raise UserError(f"{flag} {shorten(text)}: want {syntax}")
-        if name in pairs:
-            raise UserError(f"{flag} {shorten(text)}: {name} is named already; name another")
-        pairs[name] = value
-    return pairs
+    return number
 
 
 def _defaults(kind: Any) -> dict[str, Any]:
@@ -411,21 +342,21 @@ def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig | 
     if option.key == "drafts":  # a folder's own name is its name in reports
         value = [text if "=" in text else f"{Path(text).name}={text}" for text in value]
     if _kind(option) is dict:
-        value = read_pairs(option.flag, value, _metavar(option))
+        pairs = [text.partition("=") for text in value]
+        if len({name for name, _, _ in pairs}) < len(pairs) or not all(map(all, pairs)):
+            syntax = _metavar(option)
+            raise UserError(f"{option.flag}: want {syntax}, each name once, got {shorten(value)}")
+        value = {name: text for name, _, text in pairs}
     *sections, name = option.key.split(".")
     for section in sections:
-        if values.get(section) is None:
-            values[section] = asdict(tree or _device_tree()) if section == "tree" else {}
-        values = values[section]
+        if section == "tree" and values.get(section) is None:
+            from poss_jax.engine.trees import default_tree  # imports JAX, which asks for devices
+
+            values[section] = asdict(tree or default_tree())
+        values = values.setdefault(section, {})
         if not isinstance(values, dict):
             return  # `build_config` refuses it
     values[name] = value
-
-
-def _device_tree() -> TreeConfig:
-    from poss_jax.engine.trees import default_tree  # imports JAX, which asks for devices
-
-    return default_tree()
 
 
 def warn_of_idle(sampling: SamplingConfig, filters: Sequence[str]) -> None:

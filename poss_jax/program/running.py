@@ -24,10 +24,8 @@ from poss_jax.config.reading import (
     UserError,
     cut,
     is_out_of_memory,
-    lone_surrogates,
     printable,
     printable_lines,
-    shorten,
     suggest,
 )
 from poss_jax.program.commands import name_programs, started_as
@@ -35,14 +33,8 @@ from poss_jax.program.commands import name_programs, started_as
 COLOUR = ("\x1b[32m", "\x1b[0m")
 COLOUR_OF_COPIES = ("\x1b[36m", "\x1b[0m")
 DIM = ("\x1b[2m", "\x1b[0m")
-BRACKETS = (
-    "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",
-    "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}",
-)
-BRACKETS_OF_COPIES = (
-    "\N{MATHEMATICAL LEFT DOUBLE ANGLE BRACKET}",
-    "\N{MATHEMATICAL RIGHT DOUBLE ANGLE BRACKET}",
-)
+BRACKETS = ("\u27e6", "\u27e7")  # white square brackets
+BRACKETS_OF_COPIES = ("\u27ea", "\u27eb")  # double angle brackets
 
 BAD_INPUT = 2
 UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
@@ -85,13 +77,9 @@ class Parser(argparse.ArgumentParser):
             add_version(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses arguments that are not UTF-8: prompts, configs and reports cannot hold them."""
-        words = sys.argv[1:] if args is None else args
-        if words[:1] == [PARSER_ONLY]:
+        """Parses arguments, unless the parser alone is asked for."""
+        if args and args[0] == PARSER_ONLY:
             raise ParserOnly(self)
-        for text in words:
-            if lone_surrogates(text):
-                raise UserError(f"argument {shorten(text)}: want UTF-8; write it in UTF-8")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -126,8 +114,13 @@ def run_program(main: Callable[[], None]) -> None:
         handler.setFormatter(_Printable())
     _keep_compiled()
     try:
-        with _interruptible(), _flushed():
-            main()
+        with _interruptible():
+            try:
+                main()
+            except SystemExit:  # after --help
+                sys.stdout.flush()  # a closed pipe or full disk fails here, not at exit
+                raise
+            sys.stdout.flush()
     except KeyboardInterrupt:
         # Exit handlers run after all threads have ended, last registered first.
         atexit.register(_leave, INTERRUPTED)
@@ -194,57 +187,34 @@ def _keep_traceback(error: Exception) -> str:
     """Writes a bug report's details to a file; returns its place in words."""
     names = ("jax", "jaxlib", "flax", "orbax-checkpoint", "transformers")
     versions = [f"{name} {version(name)}" for name in names]
-    text = "\n".join(
-        [
-            f"arguments: {sys.argv}",
-            f"poss_jax {__version__}, Python {platform.python_version()}",
-            ", ".join(versions),
-            "",
-            "".join(traceback.format_exception(error)),
-        ]
-    )
+    program = f"poss_jax {__version__}, Python {platform.python_version()}"
+    lines = [f"arguments: {sys.argv}", program, ", ".join(versions), ""]
+    text = "\n".join([*lines, "".join(traceback.format_exception(error))])
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="poss_jax-traceback-", suffix=".txt", delete=False, errors="replace"
-        ) as file:
-            file.write(text)
+        file, path = tempfile.mkstemp(".txt", "poss_jax-traceback-")
+        with open(file, "w", errors="replace") as writer:
+            writer.write(text)
     except OSError:
-        with suppress(OSError):
-            sys.stderr.write(text)
+        sys.stderr.write(text)
         return "the traceback is above, since it could not be written to a file"
-    return f"the traceback is in {file.name}"
+    return f"the traceback is in {path}"
 
 
 def _keep_compiled() -> None:
     """Sets the folder of compiled programs, unless the environment names it."""
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if folder is None:
+    # Keep small programs too: a hundred of them take seconds to compile.
+    settings: dict[str, Any] = {"jax_persistent_cache_min_compile_time_secs": 0.0}
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         try:
-            folder = str(cache_folder() / "xla")
+            settings["jax_compilation_cache_dir"] = str(cache_folder() / "xla")
         except UserError as error:
             _LOG.warning("compiled programs are not kept: %s", error)
             return
-    # Keep small programs too: a hundred of them take seconds to compile.
-    settings = {
-        "jax_compilation_cache_dir": folder,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
     for name, value in settings.items():
         if name.upper() not in os.environ:
             os.environ[name.upper()] = str(value)  # for a program that imports JAX later, or never
             if "jax" in sys.modules:
                 sys.modules["jax"].config.update(name, value)
-
-
-@contextmanager
-def _flushed() -> Iterator[None]:
-    """Flushes, so that a closed pipe or full disk fails here, not at interpreter exit."""
-    try:
-        yield
-    except SystemExit:  # after --help
-        sys.stdout.flush()
-        raise
-    sys.stdout.flush()
 
 
 @contextmanager
@@ -291,10 +261,6 @@ def start_processes() -> None:
     Raises:
       UserError: the others cannot be joined.
     """
-
-    def read_number(name: str) -> int | None:
-        return int(os.environ[name]) if name in os.environ else None
-
     try:
         if not expects_processes(os.environ):
             return
@@ -302,8 +268,9 @@ def start_processes() -> None:
 
         if jax.distributed.is_initialized():
             return
+        numbers = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
         jax.distributed.initialize(
-            num_processes=read_number("JAX_NUM_PROCESSES"), process_id=read_number("JAX_PROCESS_ID")
+            **{key: int(os.environ[name]) for key, name in numbers.items() if name in os.environ}
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(

@@ -15,14 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from poss_jax.config.json_reading import JsonError, check_text, parse_json
+from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.models import ToolFormat
 from poss_jax.engine.grammar import JSON_LAYOUT, Grammar
 
-_ALPHABET = string.ascii_letters + string.digits
-_ID_LENGTH = 9  # what Mistral's templates want; others take any
 _TEXT = r"TEXT: /(.|\n)*/"
-_LETTERS = re.compile(r'(?:[^"\\\n]|\\.)*+', re.DOTALL)  # of a string of JSON, in whole escapes
 _BETWEEN = string.whitespace + ";,"  # calls without an end mark
 
 Call = dict[str, Any]
@@ -30,23 +27,14 @@ Call = dict[str, Any]
 
 
 class CallForm(NamedTuple):
-    """The format in which a model writes calls.
+    """The format in which a model writes calls."""
 
-    Attributes:
-      begin: mark before calls.
-      end: mark after each; "": none, so text may follow their JSON.
-      bare: letter that begins calls without a mark, if the answer begins with it; "": none.
-      single: grammar of a single call, in llguidance's Lark.
-      many: grammar of one or several; "": only one is written.
-      key: name of the arguments.
-    """
-
-    begin: str
-    end: str = ""
-    bare: str = ""
-    single: str = "call"
-    many: str = ""
-    key: str = "arguments"
+    begin: str  # mark before calls
+    end: str = ""  # mark after each; "": none, so text may follow their JSON
+    bare: str = ""  # letter that begins calls without a mark, if the answer begins with it
+    single: str = "call"  # grammar of a single call, in llguidance's Lark
+    many: str = ""  # grammar of one or several; "": only one is written
+    key: str = "arguments"  # name of the arguments
 
 
 _LISTED = 'begin "[" call {} "]"'
@@ -65,19 +53,12 @@ FORMS: dict[ToolFormat, CallForm] = {
 
 
 class Caller(NamedTuple):
-    """The calls that an answer may hold, and their format.
-
-    Attributes:
-      form: how calls are written.
-      names: functions that exist; a call without a mark must be of one of them.
-      is_single: whether the client gets at most one call.
-      grammar: what the answer must match; None: anything.
-    """
+    """The calls that an answer may hold, and their format."""
 
     form: CallForm
-    names: frozenset[str]
-    is_single: bool = False
-    grammar: Grammar | None = None
+    names: frozenset[str]  # functions that exist; a call without a mark must be of one of them
+    is_single: bool = False  # whether the client gets at most one call
+    grammar: Grammar | None = None  # what the answer must match; None: anything
 
 
 def find_format(template: str) -> ToolFormat | None:
@@ -164,11 +145,11 @@ class CallReader:
         self.text, self.calls = "", list[Call]()
         self._held = ""  # neither text nor a whole call yet
         self._opening: str | None = None  # mark of the call that is held; None: text is held
-        self._num_scanned = 0  # letters of that call that are not looked at again
-        self._is_in_string = False  # whether they end within one of its strings
         self._blanks = ""  # behind the text so far
         self._follows_call = False
-        self._quote_or_end = re.compile(f'"|{re.escape(self._form.end)}')
+        letters, end = r'[^"\\\n]|\\.', re.escape(self._form.end)
+        call = rf'(?:"(?:{letters})*+["\n]|(?!{end})[^"])*+(?={end})'
+        self._call = re.compile(call, re.DOTALL)
 
     def push(self, text: str, *, is_last: bool) -> list[str | Call]:
         """Adds to the answer; returns the texts and calls that are certain now, in their order.
@@ -183,18 +164,14 @@ class CallReader:
         return [item for item in items if item]
 
     def _show(self, item: str | Call) -> str | Call:
-        """Adds a text or a call; returns what is shown of it."""
-        if isinstance(item, str):
-            return self._show_text(item)
-        self._follows_call = True
-        if self.calls and self._caller.is_single:
-            return ""
-        self.calls.append(item)
-        return item
-
-    def _show_text(self, text: str) -> str:
-        """Adds a text, and holds the blanks at its end."""
-        text = self._blanks + text
+        """Adds a text or a call, and holds the blanks at its end; returns what is shown of it."""
+        if isinstance(item, dict):
+            self._follows_call = True
+            if self.calls and self._caller.is_single:
+                return ""
+            self.calls.append(item)
+            return item
+        text = self._blanks + item
         shown = text.rstrip()
         self._blanks = text[len(shown) :]
         if self._follows_call and not self.text:
@@ -210,10 +187,11 @@ class CallReader:
                 yield self._take_text(is_last=is_last)
             if self._opening is None:
                 return
-            end = self._find_end()
-            if end is None and not is_last:
+            has_end = self._form.end and self._form.end in self._held  # if only in a string
+            match = self._call.match(self._held) if has_end else None
+            if match is None and not is_last:
                 return
-            yield from self._take_calls(end)
+            yield from self._take_calls(match and match.end())
 
     def _take_text(self, *, is_last: bool) -> str:
         """Takes text; the mark behind it, if there is one, begins a call."""
@@ -225,78 +203,34 @@ class CallReader:
         if mark:
             self._opening, self._held = mark, suffix
             return text
-        size = len(text) - (0 if is_last else _num_undecided(text, form.begin))
+        size = len(text)
+        if not is_last:  # the end may begin the mark
+            starts = range(max(size - len(form.begin) + 1, 0), size + 1)
+            size = next(start for start in starts if form.begin.startswith(text[start:]))
         self._held = text[size:]
         return text[:size]
-
-    def _find_end(self) -> int | None:
-        """Where the call that is held ends; None: not yet, or with the answer."""
-        while self._form.end:
-            if self._is_in_string and not self._leave_string():
-                return None
-            match = self._quote_or_end.search(self._held, self._num_scanned)
-            if match is None:
-                undecided = len(self._form.end) - 1
-                self._num_scanned = max(self._num_scanned, len(self._held) - undecided)
-                return None
-            if match[0] != '"':
-                return match.start()
-            self._num_scanned, self._is_in_string = match.end(), True
-        return None
-
-    def _leave_string(self) -> bool:
-        """Scans the rest of a string; False if it has no end yet."""
-        letters = _LETTERS.match(self._held, self._num_scanned)
-        assert letters, "want a match, if only of nothing"
-        self._num_scanned = letters.end()
-        if self._held[self._num_scanned : self._num_scanned + 1] in ("", "\\"):
-            return False
-        self._num_scanned, self._is_in_string = self._num_scanned + 1, False
-        return True
 
     def _take_calls(self, end: int | None) -> list[str | Call]:
         """Takes the calls up to their end, or the text that they are if they are none."""
         inside, mark = self._held[:end], "" if end is None else self._form.end
-        opening, functions, behind = self._opening, *_read_calls(inside)
-        self._held = self._held[len(inside) + len(mark) :]
-        self._opening, self._num_scanned, self._is_in_string = None, 0, False
+        decoder, calls, behind = json.JSONDecoder(), list[Call](), inside
+        with suppress(ValueError, RecursionError):
+            while remaining := behind.lstrip(_BETWEEN):
+                value, size = decoder.raw_decode(remaining)
+                calls += [*map(_read_call, value if isinstance(value, list) else [value])]
+                behind = remaining[size:]
+        is_whole = bool(calls) and not behind.strip(_BETWEEN)
+        opening, self._opening = self._opening, None
         if opening and not self._form.end:
-            self._held = behind
-            return [*map(_describe, functions)] or [opening]
-        is_known = opening or all(call["name"] in self._caller.names for call in functions)
-        is_whole = functions and is_known and not behind
-        return [*map(_describe, functions)] if is_whole else [f"{opening}{inside}{mark}"]
+            self._held = "" if is_whole else behind
+            return [*calls] or [opening]
+        self._held = self._held[len(inside) + len(mark) :]
+        is_known = opening or all(call["function"]["name"] in self._caller.names for call in calls)
+        return [*calls] if is_whole and is_known else [f"{opening}{inside}{mark}"]
 
 
-def _num_undecided(text: str, mark: str) -> int:
-    """Length of the end of a text that may begin the mark."""
-    sizes = range(min(len(mark) - 1, len(text)), -1, -1)
-    return next(size for size in sizes if mark.startswith(text[len(text) - size :]))
-
-
-def _describe(function: dict[str, str]) -> Call:
-    """A call of a function, with a new id."""
-    name = "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
-    return {"id": name, "type": "function", "function": function}
-
-
-def _read_calls(text: str) -> tuple[list[dict[str, str]], str]:
-    """Reads the calls that a text begins with, in lists or one after the other.
-
-    Returns:
-      The calls, and the text behind them, "" if it only separates calls.
-    """
-    decoder, calls, behind = json.JSONDecoder(parse_constant=_refuse), [], text
-    with suppress(ValueError, RecursionError):
-        while remaining := behind.lstrip(_BETWEEN):
-            value, end = decoder.raw_decode(remaining)
-            calls += [*map(_read_call, value if isinstance(value, list) else [value])]
-            behind = remaining[end:]
-    return calls, behind if behind.strip(_BETWEEN) or not calls else ""
-
-
-def _read_call(value: Any) -> dict[str, str]:
-    """Reads one call: its arguments are an object, or the JSON of one."""
+def _read_call(value: Any) -> Call:
+    """Reads one call, and gives it an id: its arguments are an object, or the JSON of one."""
     inner = value.get("function") if isinstance(value, dict) else None
     call = inner if isinstance(inner, dict) else value
     name = call.get("name") if isinstance(call, dict) else None
@@ -306,9 +240,10 @@ def _read_call(value: Any) -> dict[str, str]:
     arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
         raise JsonError("want arguments by name")
-    check_text(call)
-    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-
-
-def _refuse(constant: str) -> None:
-    raise JsonError(f"{constant} is no JSON")
+    function = {
+        "name": name,
+        "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False),
+    }
+    "".join(function.values()).encode()  # raises ValueError for half a character
+    call_id = secrets.token_hex(5)[:9]  # as long as Mistral's templates want; others take any
+    return {"id": call_id, "type": "function", "function": function}
