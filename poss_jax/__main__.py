@@ -25,10 +25,13 @@ def main(arguments: Sequence[str]) -> None:
     elif name in ("-V", "--version"):
         print(f"poss_jax {poss_jax.__version__}")
     elif name == "--print-completion":
-        _print_completion(words)
+        from poss_jax.program.running import run_program  # imports take time, as in the programs
+
+        run_program(lambda: print(make_completion(words)))
     elif name in COMMANDS:
-        command = COMMANDS[name]
-        sys.argv = [f"{umbrella_name()} {name}", *command.words, *words]
+        command = COMMANDS[name]  # a parser of several commands adds `inspect` itself
+        typed = umbrella_name() if command.words else f"{umbrella_name()} {name}"
+        sys.argv = [typed, *command.words, *words]
         find_program(command.module).cli()
     else:
         choices = [*COMMANDS, "--help", "--version", "--print-completion"]
@@ -64,17 +67,6 @@ def format_help(name: str) -> str:
             "Completion in the shell: poss --print-completion bash|zsh",
         ]
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# Completion in a shell; what it imports takes time, as the programs do
-
-
-def _print_completion(words: Sequence[str]) -> None:
-    """Prints the script that a shell completes `poss` with."""
-    from poss_jax.program.running import run_program
-
-    run_program(lambda: print(make_completion(words)))
 
 
 def make_completion(words: Sequence[str]) -> str:

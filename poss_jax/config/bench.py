@@ -119,10 +119,8 @@ class BenchConfig(DecodingConfig):
         for name in ("datasets", "temperatures", "seeds"):
             if len(set(values := getattr(self, name))) < len(values):
                 raise ValueError(f"{name}: want each once, got {list(values)}")
-        if self.drift:
-            self._check_drift()
-
-    def _check_drift(self) -> None:
+        if not self.drift:
+            return
         for name in ("quantise", "draft_vocabulary", "draft_window", "mesh", "methods"):
             if getattr(self, name):
                 raise ValueError(f"drift: is measured on models as they are; leave out {name}")

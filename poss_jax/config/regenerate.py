@@ -78,22 +78,10 @@ class RegenerateConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_questions()
-        if self.server is not None:
-            self._check_server(self.server)
-        elif self.target is None:
-            raise ValueError("want a target (--target DIR), or a server (--server URL)")
-        elif name := self._first_given("model", "concurrency", "chat_template_kwargs"):
-            raise ValueError(f"{name}: applies only to a server; give server, or leave it out")
-
-    def _check_questions(self) -> None:
-        """Checks where the questions come from."""
         of_self_prompt = [f"self_prompt_{name}" for name in ("turns", "tokens", "temperature")]
         of_self_prompt += ["self_prompt_top_p", "source_share"]
         if self.self_prompt is None and (name := self._first_given(*of_self_prompt)):
-            raise ValueError(
-                f"{name}: applies only to turns that the target writes; give self_prompt"
-            )
+            raise ValueError(f"{name}: applies only to turns of the target; give self_prompt")
         if self.self_prompt is not None and self.data.is_code == (self.source_share > 0):
             raise ValueError("source_share: want it above 0 with a data.source, and only then")
         if self.self_prompt is not None and self.target is None:
@@ -103,13 +91,18 @@ class RegenerateConfig(AnswerConfig):
                 f"data.source: want chats or questions (--source DATA), got {self.data.source}, "
                 "which holds none; or self_prompt, to let the target write questions"
             )
+        if self.server is not None:
+            self._check_server(self.server)
+        elif self.target is None:
+            raise ValueError("want a target (--target DIR), or a server (--server URL)")
+        elif name := self._first_given("model", "concurrency", "chat_template_kwargs"):
+            raise ValueError(f"{name}: applies only to a server; give server, or leave it out")
 
     def _check_server(self, url: str) -> None:
         address = urlsplit(url)
         is_plain = address.scheme in ("http", "https") and re.fullmatch("[!-~]+", url)
         if not (is_plain and address.hostname) or address.query or address.fragment:
             raise ValueError(f"server: want such as http://localhost:8000/v1, got {shorten(url)}")
-        _ = address.port, address.hostname.encode("idna")  # raise ValueError
         of_engine = ["draft", "drafting", "lookup", "tree", "trees", "quantise", "mesh"]
         of_engine += ["draft_vocabulary", "draft_window", "batch_size", "max_length"]
         of_engine += ["allow_target_mismatch"]

@@ -1,23 +1,16 @@
 """The commands of `poss`: which program each of them runs."""
 
-import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """One command of `poss`.
+    """One command of `poss`."""
 
-    Attributes:
-      module: module of the program, as in a checkout.
-      summary: what it does, in a line.
-      words: arguments that the command stands for.
-    """
-
-    module: str
-    summary: str
-    words: tuple[str, ...] = ()
+    module: str  # of the program, as in a checkout
+    summary: str  # what it does, in a line
+    words: tuple[str, ...] = ()  # arguments that the command stands for
 
 
 COMMANDS = {
@@ -37,7 +30,6 @@ COMMANDS = {
 """Name -> command, in the order of the help. A program's own name comes before its variants."""
 
 PACKAGE = Path(__file__).parents[1]
-_UMBRELLAS = ("poss", "python -m poss_jax")
 
 
 def installed_name(module: str) -> str:
@@ -45,40 +37,15 @@ def installed_name(module: str) -> str:
     return f"poss_jax.{module}" if (PACKAGE / module.partition(".")[0]).is_dir() else module
 
 
-def started_as(module: str) -> str:
-    """Returns how the user started a program: `poss NAME`, a script, or `python -m MODULE`."""
-    typed = sys.argv[0]
-    if umbrella := _umbrella():  # a parser of several commands adds `inspect` itself
-        name = typed.removeprefix(f"{umbrella} ")
-        return umbrella if COMMANDS[name].words == (name,) else typed
-    name = Path(typed).name
-    return name if name.startswith("poss-") else f"python -m {installed_name(module)}"
-
-
-def name_programs(text: str) -> str:
-    """Names programs in a help text as the user started this one.
-
-    `poss generate` is right where the command is installed; a checkout without it has `python -m
-    infer.generate`, and every place `python -m poss_jax generate`.
-    """
-    umbrella = _umbrella()
-    if umbrella == "poss" or Path(sys.argv[0]).name.startswith("poss-"):
-        return text
-
-    def rename(match: re.Match[str]) -> str:
-        command = COMMANDS[match[1]]
-        module = " ".join([installed_name(command.module), *command.words])
-        return f"{umbrella} {match[1]}" if umbrella else f"python -m {module}"
-
-    return re.sub(rf"\bposs ({'|'.join(COMMANDS)})\b(?!-)", rename, text)
-
-
 def umbrella_name() -> str:
     """Returns how `poss` itself was started."""
     return "python -m poss_jax" if Path(sys.argv[0]).name == "__main__.py" else "poss"
 
 
-def _umbrella() -> str | None:
-    """`poss` as it was typed, if it started this program: it leaves its name in sys.argv."""
-    umbrella = sys.argv[0].rpartition(" ")[0]
-    return umbrella if umbrella in _UMBRELLAS else None
+def started_as(module: str) -> str:
+    """Returns how the user started a program: `poss NAME`, a script, or `python -m MODULE`."""
+    typed = sys.argv[0]
+    if typed.split(" ")[0] in ("poss", "python"):  # `poss` leaves its name and the command's
+        return typed
+    name = Path(typed).name
+    return name if name.startswith("poss-") else f"python -m {installed_name(module)}"

@@ -28,7 +28,7 @@ from poss_jax.config.reading import (
     printable_lines,
     suggest,
 )
-from poss_jax.program.commands import name_programs, started_as
+from poss_jax.program.commands import started_as
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
 COLOUR_OF_COPIES = ("\x1b[36m", "\x1b[0m")
@@ -69,7 +69,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, module: str | None = None, **settings: Any) -> None:
         if module is not None:
             settings["prog"] = started_as(module)
-            settings["description"] = name_programs(settings.get("description") or "")
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27)
         settings.setdefault("formatter_class", formatter)
         super().__init__(**settings)

@@ -60,16 +60,13 @@ _CSP = (
 _LIST_CSP = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 _STYLE = "body{font:16px system-ui;max-width:60em;margin:2em auto;padding:0 1em}code{color:#036}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": description}
-    for status, description in {
-        400: "the request cannot be served",
-        401: "no or a wrong API key",
-        403: "a foreign name in the header Host",
-        404: "no such model",
-        413: "the body is too large",
-        429: "too many requests wait",
-        503: "starting, draining, or failed",
-    }.items()
+    400: {"description": "the request cannot be served"},
+    401: {"description": "no or a wrong API key"},
+    403: {"description": "a foreign name in the header Host"},
+    404: {"description": "no such model"},
+    413: {"description": "the body is too large"},
+    429: {"description": "too many requests wait"},
+    503: {"description": "starting, draining, or failed"},
 }
 
 
@@ -82,24 +79,19 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
     """
     max_length = min(config.max_length or 8192, engine.max_length)
     engine.check_stop(config.stop, max_length)
+    prefix_unit = 2**30 if config.prefix_cache >= 1 else device_memory() or 0  # 0: unknown
     slots = Slots(
         engine,
         sizes=config.slots or batch_sizes(config.batch_size),
         max_length=max_length,
         max_logprobs=config.max_logprobs,
         max_cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
-        max_prefix_bytes=_prefix_bytes(config),
+        max_prefix_bytes=int(config.prefix_cache * prefix_unit),
     )
     slots.check(PreparedPrompt([0], 1, choose_sampling(config.sampling, engine)))
     num_tokens, gib = slots.prefixes.most * slots.chunk, slots.prefixes.most_bytes / 2**30
     _LOG.warning("prefix cache: room for %d tokens, at most %.2f GiB per device", num_tokens, gib)
     return slots
-
-
-def _prefix_bytes(config: ServeConfig) -> int:
-    """Most bytes of the prefix cache per device; nothing where the memory is unknown."""
-    unit = 2**30 if config.prefix_cache >= 1 else device_memory() or 0
-    return int(config.prefix_cache * unit)
 
 
 def batch_sizes(max_size: int) -> list[int]:
@@ -199,13 +191,11 @@ def _add_state(app: FastAPI) -> None:
     @app.get("/ready")
     async def ready(request: Request) -> Response:
         """Ready: answers requests. Some sizes of batch may still be compiled."""
-        service = service_of(request)
+        service, progress = service_of(request), str(service_of(request).scheduler.compilation)
         if not service.is_ready:
-            doing = (
-                "draining" if service.is_draining else f"starting: {service.scheduler.compilation}"
-            )
-            raise ApiError(503, doing, retry_after=1)
-        state = {"is_compiled": service.is_compiled, "progress": str(service.scheduler.compilation)}
+            message = "draining" if service.is_draining else f"starting: {progress}"
+            raise ApiError(503, message, retry_after=1)
+        state = {"is_compiled": service.is_compiled, "progress": progress}
         return JSONResponse({"status": "ok", **state})
 
     @app.get("/version")
@@ -256,19 +246,6 @@ def add_api(app: FastAPI) -> None:
         body, job = await service.read(request, ResponseRequest, read_response)
         return await service.answer(request, job, partial(ResponseReply, body))
 
-    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
-    async def docs() -> Response:
-        page = _list_endpoints(app.openapi())
-        return HTMLResponse(page, headers={"content-security-policy": _LIST_CSP})
-
-    _add_tokens(app)
-    kinds = CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest
-    add_schemas(app, *kinds)
-
-
-def _add_tokens(app: FastAPI) -> None:
-    """Adds the endpoints of tokens."""
-
     @app.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, as /v1/completions would read it, or of a chat."""
@@ -288,20 +265,26 @@ def _add_tokens(app: FastAPI) -> None:
         """Special tokens and the chat template."""
         return JSONResponse(read_tokenizer(service_of(request).engine))
 
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> Response:
+        page = _list_endpoints(app.openapi())
+        return HTMLResponse(page, headers={"content-security-policy": _LIST_CSP})
+
+    kinds = CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest
+    add_schemas(app, *kinds)
+
 
 def add_errors(app: FastAPI) -> None:
     """Lets all errors be written as the API writes them."""
 
-    async def of_http(request: Request, error: Any) -> Response:
-        del request
+    async def of_http(_: Request, error: Any) -> Response:
         if isinstance(error, ApiError):
             return error.response()
         response = ApiError(error.status_code, str(error.detail)).response()
         response.headers.update(error.headers or {})
         return response
 
-    async def of_anything(request: Request, error: Any) -> Response:
-        del request, error  # it is in the log
+    async def of_anything(*_: Any) -> Response:
         return ApiError(500, "an error of the server; see its log").response()
 
     app.add_exception_handler(HTTPException, of_http)

@@ -8,11 +8,18 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -41,7 +48,6 @@ FOREIGN |= dict.fromkeys(("xtc_probability", "dynatemp_range", "epsilon_cutoff",
 FOREIGN |= {"skip_special_tokens": True, "length_penalty": 1, "typical_p": 1, "tfs_z": 1}
 """Fields of other engines that change the text -> the value that does not; None: only null."""
 
-_FUNCTION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MOST_CONTAINERS = 10_000
 _STRING_OR_CONTAINER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
@@ -58,22 +64,39 @@ _KINDS = {
     "prompt": f"want text, token ids, or a list of up to {MOST_CHOICES} of either",
     "stop": "want text or a list of texts",
     "input": "want text or a list of items",
+    "tool_choice": "want auto, none, required or the name of a function",
 }
 
 
-def _tool(tool: Any) -> Any:
+class FunctionName(BaseModel):
+    """A function that is to be called."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class Function(FunctionName):
+    """A function that may be called, with the JSON schema of its arguments."""
+
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool; functions alone are served."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ToolChoice(BaseModel):
+    """The choice of one function."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+def _as_sent(tool: Any, check: Any) -> Any:
     """Checks a tool; the chat template gets it as it was sent."""
-    fields = tool if isinstance(tool, dict) and tool.get("type") == "function" else {}
-    function = fields.get("function")
-    function = function if isinstance(function, dict) else {}
-    name = function.get("name")
-    if not (isinstance(name, str) and _FUNCTION.fullmatch(name)):
-        raise ValueError(
-            "want the type function, and a function with a name of up to 64 letters, digits, "
-            "dots, _ and -"
-        )
-    if not isinstance(function.get("parameters"), dict | None):
-        raise ValueError("want the parameters as a JSON schema")
+    check(tool)
     return tool
 
 
@@ -86,22 +109,14 @@ def _few(biases: Any) -> Any:
 
 
 Tools = Annotated[
-    list[Annotated[dict[str, Any], BeforeValidator(_tool)]],
-    Field(fail_fast=True, max_length=MOST_CHOICES),
+    list[Annotated[Tool, WrapValidator(_as_sent)]], Field(fail_fast=True, max_length=MOST_CHOICES)
 ]
 ApiBias = Annotated[Bias, Field(ge=-100, le=100)]
 Biases = Annotated[dict[str, ApiBias], BeforeValidator(_few)]
 
 
 class ApiError(HTTPException):
-    """An error reported to the client.
-
-    Attributes:
-      status: HTTP status.
-      message: one line.
-      param: field of the request that is wrong.
-      code: name of the error, for programs.
-    """
+    """An error reported to the client in one line."""
 
     def __init__(
         self,
@@ -112,6 +127,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
+        """Makes an error; `param` is the request's wrong field, `code` its name for programs."""
         headers = None if retry_after is None else {"retry-after": str(retry_after)}
         super().__init__(status, message, headers)
         self.status, self.message, self.param, self.code = status, message, param, code
@@ -136,15 +152,10 @@ class BadField(ApiError):
 
 
 class StreamOptions(BaseModel):
-    """Extras of a stream besides the text.
+    """Extras of a stream besides the text."""
 
-    Attributes:
-      include_usage: a last event with the usage.
-      include_speculation: the depth at which each piece of text was drafted (ours).
-    """
-
-    include_usage: bool | None = None
-    include_speculation: bool | None = None
+    include_usage: bool | None = None  # a last event with the usage
+    include_speculation: bool | None = None  # ours: the depth at which each piece was drafted
 
 
 class CommonRequest(BaseModel):
@@ -249,7 +260,7 @@ class ChatRequest(ChatFields, CommonRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     functions: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: Texts | None = None
 
@@ -294,49 +305,33 @@ def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
     Raises:
       ApiError: invalid JSON, too many lists and objects, or a wrong value in a field.
     """
-    if _has_many_containers(content):
-        raise ApiError(400, f"body: want at most {_MOST_CONTAINERS:,} lists and objects")
-    with refusing_body():
+    if content.count(b"[") + content.count(b"{") > _MOST_CONTAINERS:
+        # Goes from one to the next, so that other threads run meanwhile, and stops at the limit.
+        matches = _STRING_OR_CONTAINER.finditer(content)
+        containers = (match for match in matches if match[0] in b"[{")
+        if next(islice(containers, _MOST_CONTAINERS, None), None) is not None:
+            raise ApiError(400, f"body: want at most {_MOST_CONTAINERS:,} lists and objects")
+    with refusing_values():
         return kind.model_validate_json(content, strict=True)
 
 
 @contextmanager
-def refusing_body() -> Iterator[None]:
+def refusing_values() -> Iterator[None]:
     """Turns pydantic's first finding into an error of the API."""
     try:
         yield
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_input=False)[0]) from error
-
-
-def _has_many_containers(content: bytes) -> bool:
-    """True if JSON holds more lists and objects than allowed.
-
-    Goes from one to the next, so that other threads run meanwhile, and stops at the limit.
-    """
-    if content.count(b"[") + content.count(b"{") <= _MOST_CONTAINERS:
-        return False
-    containers = (match for match in _STRING_OR_CONTAINER.finditer(content) if match[0] in b"[{")
-    return next(islice(containers, _MOST_CONTAINERS, None), None) is not None
-
-
-def _refusal(first: Any) -> ApiError:
-    """Turns pydantic's first finding into an error."""
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"body: want JSON, got none: {first['ctx']['error']}")
-    if not first["loc"]:
-        return ApiError(400, _NO_OBJECT)
-    field, *path = map(str, first["loc"])
-    where, message = ".".join([field, *path]), explain(first)
-    if path and field in _KINDS:
-        where, message = field, _KINDS[field]
-    shown = where if where.isascii() and len(where) <= 100 else field
-    return ApiError(400, f"{shown}: {message}", param=field)
-
-
-def explain(error: Any) -> str:
-    """Pydantic's message about a field."""
-    return error["msg"].removeprefix("Value error, ")
+        first: Any = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            raise ApiError(400, f"body: want JSON, got none: {first['ctx']['error']}") from error
+        if not first["loc"]:
+            raise ApiError(400, _NO_OBJECT) from error
+        field, *path = map(str, first["loc"])
+        where, message = ".".join([field, *path]), first["msg"].removeprefix("Value error, ")
+        if path and field in _KINDS:
+            where, message = field, _KINDS[field]
+        shown = where if where.isascii() and len(where) <= 100 else field
+        raise ApiError(400, f"{shown}: {message}", param=field) from error
 
 
 def schema_of(kind: type[BaseModel]) -> dict[str, Any]:

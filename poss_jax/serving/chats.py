@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,14 @@ from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.reading import cut
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import Rendering, escapes_arguments
-from poss_jax.serving.bodies import BadField, ChatFields, ChatRequest, Message, join_parts
+from poss_jax.serving.bodies import (
+    BadField,
+    ChatFields,
+    ChatRequest,
+    Message,
+    ToolChoice,
+    join_parts,
+)
 from poss_jax.serving.tools import FORMS, Caller, call_grammar, find_format, marks_of
 
 _LOG = logging.getLogger(__package__)
@@ -32,14 +40,20 @@ def read_messages(engine: Engine, sent: Sequence[Message]) -> list[dict[str, Any
       ApiError: a content other than text, or an unknown role.
     """
     messages = [_read_message(message) for message in sent]
-    if engine.tokenizer is not None:
-        template = str(engine.tokenizer.chat_template or "")
-        _check_roles(template, messages)
-        _log_unused(template, messages)
-        if any("tool_calls" in message for message in messages) and escapes_arguments(
-            engine.tokenizer
-        ):
-            messages = [_with_objects(message) for message in messages]
+    if engine.tokenizer is None:
+        return messages
+    template = str(engine.tokenizer.chat_template or "")
+    roles, read_fields = {*_ROLES, *_WORD.findall(template)}, _fields_read_by(template)
+    for message in messages:
+        if message["role"] not in roles:  # neither the API's nor named in the template
+            choices, got = ", ".join(_ROLES), cut(ascii(message["role"]))
+            raise BadField("messages", f"want a role of {choices}, got {got}")
+    names = (name for message in messages for name, value in message.items() if value)
+    if unused := next((name for name in names if name not in read_fields), None):
+        _warn_of_unused(cut(ascii(unused)))
+    has_calls = any("tool_calls" in message for message in messages)
+    if has_calls and escapes_arguments(engine.tokenizer):
+        messages = [_with_objects(message) for message in messages]
     return messages
 
 
@@ -75,7 +89,10 @@ def read_caller(
       ApiError: the model cannot be told of tools, its calls cannot be read, or a choice of tools
         that is not served.
     """
-    named = _read_choice(body)
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
+    is_forced = named is not None or body.tool_choice == "required"
+    if is_forced and not body.tools:
+        raise BadField("tool_choice", "want tools with it")
     if not tools:
         return None
     template = ""
@@ -89,10 +106,12 @@ def read_caller(
         raise BadField("tools", message)
     is_single = named is not None or body.parallel_tool_calls is False
     caller = Caller(FORMS[form], frozenset(tool["function"]["name"] for tool in tools), is_single)
-    is_forced = named is not None or body.tool_choice == "required"
     if not (is_forced or any(tool["function"].get("strict") for tool in tools)):
         # Marks in an answer of JSON are letters of its strings.
-        return None if _is_json(body) and not caller.form.bare else caller
+        formats = body.structured_outputs or {}
+        is_json = (body.response_format or {}).get("type", "text") != "text"
+        is_json |= any(formats.get(key) not in (None, False) for key in ("json", "json_object"))
+        return None if is_json and not caller.form.bare else caller
     allowed = [tool for tool in tools if named in (None, tool["function"]["name"])]
     if not allowed:
         raise BadField("tool_choice", "want the name of a tool")
@@ -101,51 +120,18 @@ def read_caller(
     return caller._replace(grammar=call_grammar(caller.form, allowed, marks, **settings))
 
 
-def _is_json(body: ChatRequest) -> bool:
-    """True if the answer must be JSON."""
-    formats = body.structured_outputs or {}
-    is_json = (body.response_format or {}).get("type", "text") != "text"
-    return is_json or any(
-        formats.get(name) not in (None, False) for name in ("json", "json_object")
-    )
-
-
-def _read_choice(body: ChatRequest) -> str | None:
-    """The name of the function that is to be called; None: none is named.
-
-    Raises:
-      ApiError: no choice of the API, or one without tools.
-    """
-    choice = body.tool_choice
-    if choice in (None, "auto", "none"):
-        return None
-    if not body.tools:
-        raise BadField("tool_choice", "want tools with it")
-    if choice == "required":
-        return None
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise BadField("tool_choice", "want auto, none, required or the name of a function")
-    return name
-
-
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
     """Gives arguments as objects if they are JSON; other arguments stay as they are."""
-
-    def parsed(call: Any) -> Any:
-        function: Any = call.get("function") if isinstance(call, dict) else None
-        try:
-            arguments = parse_json(function["arguments"])
-        except (JsonError, LookupError, TypeError):
-            return call
-        is_object = isinstance(arguments, dict)
-        return call | {"function": function | {"arguments": arguments}} if is_object else call
-
-    calls = message.get("tool_calls")
-    return (
-        message | {"tool_calls": list(map(parsed, calls))} if isinstance(calls, list) else message
-    )
+    calls: Any = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    calls = [*calls]
+    for index, call in enumerate(calls):
+        with suppress(JsonError, LookupError, TypeError):
+            function = call["function"]
+            if isinstance(arguments := parse_json(function["arguments"]), dict):
+                calls[index] = call | {"function": function | {"arguments": arguments}}
+    return message | {"tool_calls": calls}
 
 
 def _read_message(message: Message) -> dict[str, Any]:
@@ -155,28 +141,6 @@ def _read_message(message: Message) -> dict[str, Any]:
     extra = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
     # With tool calls, templates treat missing content differently from an empty one.
     return {"role": message.role, "content": content if extra else content or "", **extra}
-
-
-def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
-    """Refuses roles that are neither the API's nor named in the chat template.
-
-    Raises:
-      ApiError: such a role.
-    """
-    roles = {*_ROLES, *_WORD.findall(template)}
-    for message in messages:
-        if message["role"] not in roles:
-            choices, got = ", ".join(_ROLES), cut(ascii(message["role"]))
-            raise BadField("messages", f"want a role of {choices}, got {got}")
-
-
-def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
-    """Logs the first message field that the chat template does not read."""
-    read_fields = _fields_read_by(template)
-    for name in (name for message in messages for name, value in message.items() if value):
-        if name not in read_fields:
-            _warn_of_unused(cut(ascii(name)))
-            return
 
 
 @lru_cache(maxsize=8)

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -34,11 +35,7 @@ NOTES = "poss_jax.notes"
 
 
 class Guard:
-    """ASGI middleware around the application.
-
-    Attributes:
-      most_bytes: bytes of one body.
-    """
+    """ASGI middleware around the application."""
 
     def __init__(
         self,
@@ -57,7 +54,8 @@ class Guard:
           allowed_hosts: names allowed in the header Host without a key, besides localhost and
             addresses; `*` allows all.
         """
-        self._app, self._max_requests = app, max_requests
+        self._app = app
+        self._max_requests = math.inf if max_requests is None else max_requests
         self._api_key = None if api_key is None else api_key.encode()
         self._hosts = {name.lower() for name in allowed_hosts}
         self.most_bytes, self._num_requests = max_body_bytes, 0
@@ -97,37 +95,37 @@ class Guard:
             else:
                 await error.response()(scope, receive, send_on)
         finally:
-            entry = {
-                "id": request_id,
-                "method": scope["method"],
-                "path": scope["path"],
-                "status": status,
-                "milliseconds": round(1000 * (time.monotonic() - begun)),
-                **notes,
-            }
+            entry = {"id": request_id, "method": scope["method"], "path": scope["path"]}
+            milliseconds = round(1000 * (time.monotonic() - begun))
+            entry |= {"status": status, "milliseconds": milliseconds, **notes}
             _LOG.info("%s", json.dumps(entry))
 
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
         """Lets the application answer unless it is full; probes are always answered."""
-        if scope["path"] in _OPEN:
-            await self._app(scope, receive, send)
-            return
-        if self._max_requests is not None and self._num_requests >= self._max_requests:
+        is_open = scope["path"] in _OPEN
+        if self._num_requests >= self._max_requests and not is_open:
             error = ApiError(503, "too many requests; try again", retry_after=1)
             await error.response()(scope, receive, send)
             return
-        self._num_requests += 1
+        self._num_requests += not is_open
         try:
             await self._app(scope, receive, send)
         finally:
-            self._num_requests -= 1
+            self._num_requests -= not is_open
 
     def _refuse(self, scope: Message, headers: dict[bytes, bytes]) -> ApiError | None:
         length = headers.get(b"content-length", b"0")
         if not _LENGTH.fullmatch(length) or int(length) > self.most_bytes:
             return self.too_large()
         if self._api_key is None:
-            return self._refuse_name(headers.get(b"host", b"").decode("latin-1"))
+            # Against DNS rebinding: a web page whose name was pointed at this machine could
+            # otherwise read answers.
+            name = headers.get(b"host", b"").decode("latin-1")
+            plain = name.rpartition(":")[0] if _PORT.search(name) else name
+            if _LOCAL_NAME.fullmatch(name) or self._hosts & {"*", plain.lower()}:
+                return None
+            message = "Host: want localhost, an address or the name of an --allowed-host; with an "
+            return ApiError(403, f"{message}API key any name will do")
         if scope["path"] in _OPEN:
             return None
         match = _BEARER.fullmatch(headers.get(b"authorization", b""))
@@ -136,37 +134,18 @@ class Guard:
         message = "want the API key in the header Authorization, as Bearer KEY"
         return ApiError(401, message, code="invalid_api_key")
 
-    def _refuse_name(self, name: str) -> ApiError | None:
-        """Refuses unknown host names, against DNS rebinding.
-
-        A web page whose name was pointed at this machine could otherwise read answers.
-        """
-        plain = name.rpartition(":")[0] if _PORT.search(name) else name
-        valid = _LOCAL_NAME.fullmatch(name) or "*" in self._hosts or plain.lower() in self._hosts
-        if valid:
-            return None
-        return ApiError(
-            403,
-            "Host: want localhost, an address or the name of an --allowed-host; with an API key "
-            "any name will do",
-        )
-
     def too_large(self) -> ApiError:
         """Says how large a body may be."""
         return ApiError(413, f"body: want at most {self.most_bytes:,} bytes")
 
 
 class _Body:
-    """The body of one request.
-
-    Attributes:
-      has_more: more of it is to come.
-    """
+    """The body of one request; `has_more` while a part of it is to come."""
 
     def __init__(self, guard: Guard, headers: dict[bytes, bytes], receive: Receive) -> None:
         self._guard, self._receive, self._size = guard, receive, 0
-        is_given = headers.get(b"content-length", b"0").strip(b"0") != b""
-        self.has_more = is_given or b"transfer-encoding" in headers
+        has_length = headers.get(b"content-length", b"0").strip(b"0") != b""
+        self.has_more = has_length or b"transfer-encoding" in headers
 
     async def receive(self) -> Message:
         """Receives a part.
@@ -205,8 +184,6 @@ def read_api_key() -> str | None:
     """
     key = os.environ.get("POSS_API_KEY")
     if key is not None and not _KEY.fullmatch(key):
-        raise UserError(
-            "POSS_API_KEY: want printable ASCII without spaces, got "
-            f"{'nothing' if not key.strip() else 'something else'}; unset it to serve without a key"
-        )
+        message = "POSS_API_KEY: want printable ASCII without spaces"
+        raise UserError(f"{message}; unset it to serve without a key")
     return key

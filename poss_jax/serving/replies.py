@@ -6,7 +6,8 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +26,24 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _PART = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")
 
 
+@dataclass
+class _Choice:
+    """One choice of a reply, as far as it has come."""
+
+    prompt: PreparedPrompt
+    echo: str
+    places: "_Places"
+    reader: CallReader | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    answer: Generation | None = None
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls so far."""
+        return self.reader.calls if self.reader else []
+
+
 class Reply:
     """The reply to one request, built from the chunks of its choices."""
 
@@ -38,18 +57,15 @@ class Reply:
             "model": model,
             "system_fingerprint": engine.fingerprint,
         }
-        self._tokens: list[list[int]] = [[] for _ in job.prompts]
-        self._logprobs: list[list[dict[str, Any]]] = [[] for _ in job.prompts]
-        self._answers: list[Generation | None] = [None] * len(job.prompts)
-        caller = job.caller
-        self._readers = [CallReader(caller) for _ in job.prompts] if caller else None
         tokenizer = engine.tokenizer
         self._anchor = tokenizer and find_anchor(tokenizer, job.prompts[0].ids)
-        self._places = [
-            _Places(_begin_text(engine, prompt), len(text))
-            for prompt, text in zip(job.prompts, job.echo, strict=True)
-        ]
-        self._names_known: dict[int, str] = {}
+        self._choices = []
+        for prompt, echo in zip(job.prompts, job.echo, strict=True):
+            # The answer's text begins without what it continues.
+            text = tokenizer and TextStream(tokenizer, anchor=answer_anchor(prompt, tokenizer))
+            reader = CallReader(job.caller) if job.caller else None
+            self._choices.append(_Choice(prompt, echo, _Places(text, len(echo)), reader))
+        self._name = cache(self._find_name)
         # By prompt, in the forms of completions and of vLLM.
         self._echoed: dict[int, dict[str, Any]] = {}
         self._scored: dict[int, list[dict[str, Any] | None]] = {}
@@ -57,81 +73,76 @@ class Reply:
     def take_scores(self, index: int, scores: Sequence[TokenLogprobs]) -> None:
         """Adds the log-probabilities of a prompt's tokens but the first, before anything else."""
         job, tokenizer = self._job, self._engine.tokenizer
-        tokens = job.prompts[index * job.num_choices].ids
+        first = self._choices[index * job.num_choices]
+        tokens, names = first.prompt.ids, {}
         if job.num_logprobs is not None and not job.is_chat:
-            places = _begin_echo(tokenizer, tokens, job.echo[index * job.num_choices])
+            # A prompt that was sent as text may spell out special tokens.
+            if tokenizer and tokenizer.decode(tokens, skip_special_tokens=True) != first.echo:
+                names = special_names(tokenizer)
+            places = _Places(tokenizer and TextStream(tokenizer), 0, names, first.echo)
             self._echoed[index] = self._of_completion(tokens, [None, *scores], places)
         if job.num_prompt_logprobs is not None:
-            listed = map(self._of_position, tokens[1:], scores)
-            self._scored[index] = [None, *listed]
+            self._scored[index] = [None, *map(self._of_position, tokens[1:], scores)]
 
     def first_events(self) -> list[dict[str, Any]]:
         """Events that begin a stream: a chat's role, an echo's prompt, its token ids."""
-        if self._job.is_chat:
-            firsts = [{"delta": {"role": "assistant", "content": ""}} for _ in self._job.prompts]
-        else:
-            firsts = [{"text": text} for text in self._job.echo]
-        events = []
-        for index, (first, prompt) in enumerate(zip(firsts, self._job.prompts, strict=True)):
-            if "token_ids" in self._job.extras:
-                first = first | {"prompt_token_ids": prompt.ids}
-            if self._job.is_chat or "token_ids" in self._job.extras or self._job.echo[index]:
+        events, has_ids = [], "token_ids" in self._job.extras
+        for index, choice in enumerate(self._choices):
+            first: dict[str, Any] = {"text": choice.echo}
+            if self._job.is_chat:
+                first = {"delta": {"role": "assistant", "content": ""}}
+            if has_ids:
+                first["prompt_token_ids"] = choice.prompt.ids
+            if self._job.is_chat or has_ids or choice.echo:
                 logprobs = self._echoed.get(index // self._job.num_choices)
-                choice = {"index": index, **first, "logprobs": logprobs, "finish_reason": None}
-                events.append(self._event([choice]))
+                event = {"index": index, **first, "logprobs": logprobs, "finish_reason": None}
+                events.append(self._event([event]))
         return events
 
     def take(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """Adds a chunk to a choice; returns its event, None if it shows nothing."""
+        choice, extras = self._choices[index], self._job.extras
         if not self._job.has_answer:
             chunk = Chunk([], [], [], answer=chunk.answer and replace(chunk.answer, text=""))
-        self._tokens[index] += chunk.output_ids
+        choice.tokens += chunk.output_ids
         logprobs = None
         if self._job.num_logprobs is not None and chunk.output_ids:
-            logprobs = self._format_logprobs(index, chunk.output_ids, chunk.logprobs)
-            self._logprobs[index].append(logprobs)
-        self._answers[index] = answer = chunk.answer
-        text = self._delta(index, chunk)
-        is_shown = any(text.values()) or answer or logprobs or "token_ids" in self._job.extras
-        if not is_shown:
+            logprobs = self._format_logprobs(choice, chunk.output_ids, chunk.logprobs)
+            choice.logprobs.append(logprobs)
+        choice.answer = answer = chunk.answer
+        text = self._delta(choice, chunk)
+        if not (any(text.values()) or answer or logprobs or "token_ids" in extras):
             return None
-        choice = {"index": index, **({"delta": text} if self._job.is_chat else text)}
-        choice |= {"logprobs": logprobs, "finish_reason": answer and self._finish(index)}
-        if "speculation" in self._job.extras:
-            choice["speculation"] = {"pieces": [[p.text, p.depth] for p in chunk.pieces]}
-        if "token_ids" in self._job.extras:
-            choice["token_ids"] = chunk.output_ids
-        return self._event([choice])
+        event = {"index": index, **({"delta": text} if self._job.is_chat else text)}
+        event |= {"logprobs": logprobs, "finish_reason": answer and self._finish(choice)}
+        if "speculation" in extras:
+            event["speculation"] = {"pieces": [[p.text, p.depth] for p in chunk.pieces]}
+        if "token_ids" in extras:
+            event["token_ids"] = chunk.output_ids
+        return self._event([event])
 
-    def _split(self, index: int, chunk: Chunk) -> list[str | Call]:
+    def _split(self, choice: _Choice, chunk: Chunk) -> list[str | Call]:
         """Texts and calls that a chunk adds to a message, in their order."""
-        if self._readers is None:
+        if choice.reader is None:
             return [chunk.text] if chunk.text else []
-        return self._readers[index].push(chunk.text, is_last=chunk.answer is not None)
+        return choice.reader.push(chunk.text, is_last=chunk.answer is not None)
 
-    def _delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
+    def _delta(self, choice: _Choice, chunk: Chunk) -> dict[str, Any]:
         """The delta that a chunk adds to the text, or to a message: text and calls."""
         if not self._job.is_chat:
             return {"text": chunk.text}
-        items = self._split(index, chunk)
+        num_before, items = len(choice.calls), self._split(choice, chunk)
         text = "".join(item for item in items if isinstance(item, str))
         calls = [item for item in items if isinstance(item, dict)]
-        num_before = len(self._readers[index].calls) - len(calls) if self._readers else 0
         calls = [{"index": number, **call} for number, call in enumerate(calls, num_before)]
         return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
 
-    def _message(self, index: int, text: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        if self._readers is None or not (calls := self._readers[index].calls):
-            return message
-        return message | {"content": self._readers[index].text or None, "tool_calls": calls}
-
-    def _finish(self, index: int) -> str:
+    def _finish(self, choice: _Choice) -> str:
         """Why a choice ended; the API has no word for a deadline."""
-        answer = self._answers[index]
+        answer = choice.answer
         if answer is None or answer.stop_reason != "stop" or not self._job.has_answer:
             return "length"
-        return "tool_calls" if self._readers and self._readers[index].calls else "stop"
+        return "tool_calls" if choice.calls else "stop"
 
     async def write_body(self, chunks: Chunks) -> dict[str, Any]:
         """Takes all chunks; returns the whole reply."""
@@ -158,18 +169,39 @@ class Reply:
 
     def body(self) -> dict[str, Any]:
         """The whole reply, once all choices have ended."""
-        choices = [self._choice(index) for index in range(len(self._answers))]
+        is_chat, has_scores = self._job.is_chat, self._job.num_prompt_logprobs is not None
+        choices = []
+        for index, choice in enumerate(self._choices):
+            assert choice.answer is not None, "want the end of every choice"
+            prompt_index = index // self._job.num_choices
+            text = choice.echo + (choice.answer.text or "")
+            shown: dict[str, Any] = {"index": index, "text": text}
+            if is_chat:
+                message = {"role": "assistant", "content": text, "refusal": None}
+                if choice.reader and choice.calls:
+                    message |= {"content": choice.reader.text or None, "tool_calls": choice.calls}
+                shown = {"index": index, "message": message}
+            logprobs = None
+            if self._job.num_logprobs is not None:
+                echoed = self._echoed.get(prompt_index)
+                first = echoed or self._format_logprobs(choice, (), ())
+                logprobs = _join(first, *choice.logprobs)
+            shown |= {"logprobs": logprobs, "finish_reason": self._finish(choice)}
+            if has_scores and not is_chat:
+                shown["prompt_logprobs"] = self._scored[prompt_index]
+            if "token_ids" in self._job.extras:
+                shown |= {"token_ids": choice.tokens, "prompt_token_ids": choice.prompt.ids}
+            choices.append(shown)
         reply = self._about | {"choices": choices, "usage": self.usage()} | self.metrics()
-        is_listed = self._job.is_chat and self._job.num_prompt_logprobs is not None
-        return reply | {"prompt_logprobs": self._scored[0]} if is_listed else reply
+        return reply | ({"prompt_logprobs": self._scored[0]} if has_scores and is_chat else {})
 
     def usage(self) -> dict[str, Any]:
         """Token counts, and (ours) counts of drafted and copied tokens."""
-        answers = [answer for answer in self._answers if answer is not None]
-        completion = sum(map(len, self._tokens))
-        prompt = sum(len(prepared.ids) for prepared in self._job.prompts[:: self._job.num_choices])
-        firsts = self._answers[:: self._job.num_choices]
-        cached = sum(answer.cached_tokens for answer in firsts if answer is not None)
+        answers = [choice.answer for choice in self._choices if choice.answer is not None]
+        completion = sum(len(choice.tokens) for choice in self._choices)
+        firsts = self._choices[:: self._job.num_choices]
+        prompt = sum(len(choice.prompt.ids) for choice in firsts)
+        cached = sum(choice.answer.cached_tokens for choice in firsts if choice.answer is not None)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -180,8 +212,8 @@ class Reply:
 
     def metrics(self) -> dict[str, Any]:
         """The acceptance of a single answer in vLLM's place; nothing without drafts or copies."""
-        max_accepted, answer = self._engine.max_accepted, self._answers[0]
-        if answer is None or len(self._answers) > 1 or not max_accepted:
+        max_accepted, answer = self._engine.max_accepted, self._choices[0].answer
+        if answer is None or len(self._choices) > 1 or not max_accepted:
             return {}
         return {"metrics": {"speculative_decoding": describe_acceptance(answer, max_accepted)}}
 
@@ -190,48 +222,18 @@ class Reply:
         event = self._about | {"object": kind, "choices": choices}
         return event | {"usage": None} if "usage" in self._job.extras else event
 
-    def _choice(self, index: int) -> dict[str, Any]:
-        answer = self._answers[index]
-        assert answer is not None, "want the end of every choice"
-        text = self._job.echo[index] + (answer.text or "")
-        choice: dict[str, Any] = {"index": index}
-        if self._job.is_chat:
-            choice["message"] = self._message(index, text)
-        else:
-            choice["text"] = text
-        logprobs = None
-        if self._job.num_logprobs is not None:
-            echoed = self._echoed.get(index // self._job.num_choices)
-            first = echoed or self._format_logprobs(index, (), ())
-            logprobs = _join(first, *self._logprobs[index])
-        choice |= {"logprobs": logprobs, "finish_reason": self._finish(index)}
-        if self._job.num_prompt_logprobs is not None and not self._job.is_chat:
-            choice["prompt_logprobs"] = self._scored[index // self._job.num_choices]
-        if "token_ids" in self._job.extras:
-            choice["token_ids"] = self._tokens[index]
-            choice["prompt_token_ids"] = self._job.prompts[index].ids
-        return choice
-
     def _format_logprobs(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self, choice: _Choice, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
         """Log-probabilities of some tokens, in the form of chats or of completions."""
         if not self._job.is_chat:
-            return self._of_completion(tokens, logprobs, self._places[index])
-        k = self._job.num_logprobs or 0
-        return {
-            "content": [
-                self._of_token(token, row.chosen)
-                | {
-                    "top_logprobs": [
-                        self._of_token(candidate, value)
-                        for candidate, value in zip(row.ids[:k], row.top[:k], strict=True)
-                    ]
-                }
-                for token, row in zip(tokens, logprobs, strict=True)
-            ],
-            "refusal": None,
-        }
+            return self._of_completion(tokens, logprobs, choice.places)
+        k, content = self._job.num_logprobs or 0, []
+        for token, row in zip(tokens, logprobs, strict=True):
+            best = zip(map(self._name, row.ids[:k]), row.top[:k], strict=True)
+            top = [format_token(name, value) for name, value in best]
+            content.append(format_token(self._name(token), row.chosen) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
 
     def _of_completion(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], places: "_Places"
@@ -274,14 +276,6 @@ class Reply:
             names[token] = f"token_id:{token}" if not name or name in names.values() else name
         return names
 
-    def _of_token(self, token: int, logprob: float) -> dict[str, Any]:
-        return format_token(self._name(token), logprob)
-
-    def _name(self, token: int) -> str:
-        if token not in self._names_known:
-            self._names_known[token] = self._find_name(token)
-        return self._names_known[token]
-
     def _find_name(self, token: int) -> str:
         """The text of a token; for part of a character its bytes, as OpenAI names them."""
         tokenizer = self._engine.tokenizer
@@ -315,21 +309,6 @@ def _join(*parts: dict[str, Any]) -> dict[str, Any]:
         name: None if first is None else [item for logprobs in parts for item in logprobs[name]]
         for name, first in parts[0].items()
     }
-
-
-def _begin_text(engine: Engine, prompt: PreparedPrompt) -> TextStream | None:
-    """Begins the text of an answer, without what it continues."""
-    tokenizer = engine.tokenizer
-    return tokenizer and TextStream(tokenizer, anchor=answer_anchor(prompt, tokenizer))
-
-
-def _begin_echo(tokenizer: Any, tokens: Sequence[int], echo: str) -> "_Places":
-    """Begins the text of a prompt, which may spell out special tokens if it was sent as text."""
-    if tokenizer is None:
-        return _Places(None, 0)
-    is_bare = tokenizer.decode(tokens, skip_special_tokens=True) == echo
-    names = {} if is_bare else special_names(tokenizer)
-    return _Places(TextStream(tokenizer), 0, names, echo)
 
 
 class _Places:

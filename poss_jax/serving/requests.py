@@ -10,8 +10,6 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.reading import UserError, cut
 from poss_jax.engine.engine import Engine
@@ -38,7 +36,7 @@ from poss_jax.serving.bodies import (
     DetokenizeRequest,
     StreamOptions,
     TokenizeRequest,
-    explain,
+    refusing_values,
 )
 from poss_jax.serving.chats import read_caller, read_messages, read_rendering
 from poss_jax.serving.grammars import GRAMMAR_FIELDS, read_grammar
@@ -50,38 +48,21 @@ _LONGEST_STOP = 1000
 
 
 class Job(NamedTuple):
-    """One request as the scheduler sees it.
+    """One request as the scheduler sees it."""
 
-    Attributes:
-      prompts: one per choice, in the order of their indices.
-      stop: strings that end an answer.
-      num_logprobs: most likely tokens to show at each position; None: no log-probabilities.
-      num_choices: choices per prompt.
-      echo: text that stands before each choice.
-      scores_prompt: log-probabilities of the prompts' tokens are wanted.
-      num_prompt_logprobs: most likely tokens to show at each of them in vLLM's form; None: none.
-      has_answer: False shows the prompt alone: no token was asked for.
-      caller: tools that may be called; None: none.
-      grammar: what the answers must match; None: anything. Its guides are added last, since it is
-        compiled for long (see `submit_grammar`).
-      is_chat: the reply is a chat's.
-      is_streamed: it comes in events.
-      extras: what it holds besides: `usage` (in events), `speculation`, `token_ids`.
-    """
-
-    prompts: list[PreparedPrompt]
-    stop: list[str]
-    num_logprobs: int | None
-    num_choices: int
-    echo: list[str]
-    scores_prompt: bool = False
-    num_prompt_logprobs: int | None = None
-    has_answer: bool = True
-    caller: Caller | None = None
-    grammar: Grammar | None = None
-    is_chat: bool = False
-    is_streamed: bool = False
-    extras: frozenset[str] = frozenset()
+    prompts: list[PreparedPrompt]  # one per choice, in the order of their indices
+    stop: list[str]  # strings that end an answer
+    num_logprobs: int | None  # most likely tokens to show at each position; None: no log-prob.
+    num_choices: int  # per prompt
+    echo: list[str]  # text that stands before each choice
+    scores_prompt: bool = False  # log-probabilities of the prompts' tokens are wanted
+    num_prompt_logprobs: int | None = None  # likely tokens to show at each of them; None: none
+    has_answer: bool = True  # False shows the prompt alone: no token was asked for
+    caller: Caller | None = None  # tools that may be called; None: none
+    grammar: Grammar | None = None  # what the answers must match; its guides are added last
+    is_chat: bool = False  # the reply is a chat's
+    is_streamed: bool = False  # it comes in events
+    extras: frozenset[str] = frozenset()  # also `usage` (in events), `speculation`, `token_ids`
 
 
 def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest) -> Job:
@@ -90,7 +71,8 @@ def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest
     Raises:
       ApiError: something in it cannot be served.
     """
-    _refuse(body, "suffix")
+    if body.suffix:
+        raise BadField("suffix", "not served")
     if body.best_of not in (None, body.n or 1):
         raise BadField("best_of", "want the same as n")
     has_answer = body.max_tokens != 0
@@ -102,7 +84,18 @@ def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest
     if isinstance(prompts[0], int):
         prompts = [prompts]
     limit = body.max_tokens if has_answer else 1  # decoded, and not shown
-    job = _make_job(engine, config, body, prompts, limit=limit, logprobs=body.logprobs)
+    job = _make_job(
+        engine,
+        config,
+        body,
+        prompts,
+        limit=limit,
+        logprobs=body.logprobs,
+        echoes=bool(body.echo),
+        is_bare=body.add_special_tokens is False,
+        num_continued=body.continued_tokens or 0,
+        is_chat=bool(body.continued_chat),
+    )
     job = job._replace(has_answer=has_answer)
     if not body.echo:
         return job
@@ -121,19 +114,29 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     Raises:
       ApiError: something in it cannot be served.
     """
-    _refuse(body, "functions")
+    if body.functions:
+        raise BadField("functions", "not served")
     if body.modalities not in (None, [], ["text"]):
         raise BadField("modalities", "only text is served")
     if body.top_logprobs is not None and not body.logprobs:
         raise BadField("top_logprobs", "want logprobs to be true")
     messages = read_messages(engine, body.messages)
-    limit = body.max_completion_tokens or body.max_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
     rendering = read_rendering(engine, body, messages)
     with _refusing("tools"):
         caller = read_caller(engine, config, body, rendering.tools)
-    settings: Any = {"rendering": rendering, "caller": caller}
-    return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs, **settings)
+    job = _make_job(
+        engine,
+        config,
+        body,
+        [messages],
+        limit=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        rendering=rendering,
+        caller=caller,
+        # Otherwise the answer continues the last message, and is decoded behind it.
+        is_chat="continue_final_message" not in rendering.variables,
+    )
+    return job._replace(is_chat=True)
 
 
 def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> list[int]:
@@ -164,19 +167,6 @@ def read_tokens(engine: Engine, config: ServeConfig, body: DetokenizeRequest) ->
     return engine.tokenizer.decode(body.tokens)
 
 
-def _encode(
-    engine: Engine,
-    config: ServeConfig,
-    prompt: Prompt,
-    rendering: Rendering | None = None,
-    *,
-    is_bare: bool = False,
-) -> list[int]:
-    """Token ids of a prompt; far more text than fits is refused before it is rendered."""
-    with _refusing(_check_size(engine, config, prompt, rendering)):
-        return engine.encode(prompt, rendering, is_bare=is_bare)
-
-
 def read_tokenizer(engine: Engine) -> dict[str, Any]:
     """The tokenizer as evaluators ask for it: special tokens and the chat template.
 
@@ -189,12 +179,6 @@ def read_tokenizer(engine: Engine) -> dict[str, Any]:
     return {name: getattr(engine.tokenizer, name) for name in names}
 
 
-def _refuse(body: CommonRequest, *names: str) -> None:
-    for name in names:
-        if getattr(body, name):
-            raise BadField(name, "not served")
-
-
 def _make_job(
     engine: Engine,
     config: ServeConfig,
@@ -205,20 +189,42 @@ def _make_job(
     logprobs: int | None,
     rendering: Rendering | None = None,
     caller: Caller | None = None,
+    echoes: bool = False,
+    is_bare: bool = False,
+    **settings: Any,
 ) -> Job:
+    """Makes a job of what all requests have; `settings` are further ones of `Engine.prepare`.
+
+    Without a limit, answers get the room there is, up to the default.
+    """
     _check_unknown(body)
-    _check_most(config, "logprobs", logprobs)
-    _check_most(config, "prompt_logprobs", body.prompt_logprobs)
+    num_choices, max_logprobs = body.n or 1, config.max_logprobs
+    for name, requested in {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}.items():
+        if requested is not None and (not max_logprobs or requested > max_logprobs):
+            raise BadField(name, f"want at most {max_logprobs}" if max_logprobs else "not served")
     if body.stream and body.prompt_logprobs is not None:
         raise BadField("prompt_logprobs", "not served in streams")
-    if len(prompts) * (body.n or 1) > MOST_CHOICES:
+    if len(prompts) * num_choices > MOST_CHOICES:
         raise BadField("n", f"want at most {MOST_CHOICES} choices in all")
     stop = _read_stop(engine, config, body)
     with _refusing("structured_outputs"):
         grammar = read_grammar(body, caller and caller.grammar)
-    prepared = _prepare_choices(engine, config, body, prompts, limit, rendering, caller)
+    settings |= {
+        "shortens": limit is None,
+        "max_length": config.max_length,
+        "stop_ids": _read_stop_ids(engine, body),
+        "shown_ids": list(marks_of(engine.tokenizer, caller.form).values()) if caller else (),
+        "drafts": body.draft is not False,
+        "lookup": body.lookup,
+    }
+    sampling = _read_sampling(config.sampling.over(engine.recommended), body)
+    prepared: list[PreparedPrompt] = []
+    for prompt in prompts:
+        ids = _encode(engine, config, prompt, rendering, is_bare=is_bare)
+        with _refusing(_prompt_field(prompt)):
+            base = engine.prepare(ids, limit or config.max_new_tokens, sampling, **settings)
+        prepared += [base.choice(len(prepared) + choice) for choice in range(num_choices)]
     per_token, listed = (0 if n is None else 1 + n for n in (logprobs, body.prompt_logprobs))
-    echoes = isinstance(body, CompletionRequest) and bool(body.echo)
     per_prompt_token = listed + (per_token if echoes else 0)
     _check_logprobs(config, prepared, per_token, per_prompt_token)
     options = body.stream_options or StreamOptions()
@@ -228,13 +234,12 @@ def _make_job(
         prepared,
         [*config.stop, *stop],
         logprobs,
-        num_choices=body.n or 1,
+        num_choices,
         echo=[""] * len(prepared),
         scores_prompt=per_prompt_token > 0,
         num_prompt_logprobs=body.prompt_logprobs,
         caller=caller,
         grammar=grammar,
-        is_chat=isinstance(body, ChatRequest),
         is_streamed=bool(body.stream),
         extras=frozenset(name for name, is_wanted in extras.items() if is_wanted),
     )
@@ -269,14 +274,6 @@ def add_guides(job: Job, compiled: "Future[GrammarState]") -> Job:
     return job._replace(prompts=prompts)
 
 
-def _check_most(config: ServeConfig, name: str, requested: int | None) -> None:
-    """Refuses more log-probabilities per token than are served, or any."""
-    if requested is not None and not config.max_logprobs:
-        raise BadField(name, "not served")
-    if requested is not None and requested > config.max_logprobs:
-        raise BadField(name, f"want at most {config.max_logprobs}")
-
-
 def _check_logprobs(
     config: ServeConfig, prompts: list[PreparedPrompt], per_token: int, per_prompt_token: int
 ) -> None:
@@ -287,46 +284,6 @@ def _check_logprobs(
     if got > limit:
         message = f"want at most {limit:,} in all choices, got up to {got:,}"
         raise BadField("logprobs", f"{message}; ask for fewer choices or tokens")
-
-
-def _prepare_choices(
-    engine: Engine,
-    config: ServeConfig,
-    body: CommonRequest,
-    prompts: list[Prompt],
-    limit: int | None,
-    rendering: Rendering | None,
-    caller: Caller | None,
-) -> list[PreparedPrompt]:
-    """Prepares all choices; without a limit they get the room there is, up to the default."""
-    defaults = config.sampling.over(engine.recommended)
-    sampling, stop_ids = _read_sampling(defaults, body), _read_stop_ids(engine, body)
-    # Otherwise the answer continues the last message, and is decoded behind it.
-    is_chat = rendering is not None and "continue_final_message" not in rendering.variables
-    num_continued, is_bare, prepared = 0, False, []
-    if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
-        num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
-        is_bare = body.add_special_tokens is False
-    shown_ids = list(marks_of(engine.tokenizer, caller.form).values()) if caller else ()
-    for index, prompt in enumerate(prompts):
-        ids = _encode(engine, config, prompt, rendering, is_bare=is_bare)
-        with _refusing(_prompt_field(prompt)):
-            base = engine.prepare(
-                ids,
-                limit or config.max_new_tokens,
-                sampling,
-                shortens=limit is None,
-                max_length=config.max_length,
-                stop_ids=stop_ids,
-                num_continued=num_continued,
-                is_chat=is_chat,
-                shown_ids=shown_ids,
-                drafts=body.draft is not False,
-                lookup=body.lookup,
-            )
-        first = index * (body.n or 1)
-        prepared += [base.choice(first + choice) for choice in range(body.n or 1)]
-    return prepared
 
 
 @contextmanager
@@ -348,21 +305,27 @@ def _prompt_field(prompt: Prompt) -> str:
     return "messages" if prompt and isinstance(prompt[0], dict) else "prompt"
 
 
-def _check_size(
-    engine: Engine, config: ServeConfig, prompt: Prompt, rendering: Rendering | None
-) -> str:
-    """Refuses a prompt that is too long to be tokenised; returns its field."""
-    param = _prompt_field(prompt)
-    max_length, message = config.max_length or engine.max_length, ""
-    if isinstance(prompt, list) and len(prompt) > max_length and isinstance(prompt[0], int):
-        message = f"prompt of {len(prompt):,} tokens does not fit a length of {max_length:,}"
+def _encode(
+    engine: Engine,
+    config: ServeConfig,
+    prompt: Prompt,
+    rendering: Rendering | None = None,
+    *,
+    is_bare: bool = False,
+) -> list[int]:
+    """Token ids of a prompt; far more text than fits is refused before it is rendered."""
+    param, max_length = _prompt_field(prompt), config.max_length or engine.max_length
+    num_tokens = len(prompt) if prompt and isinstance(prompt[0], int) else 0
     length = _num_characters([prompt, rendering and [rendering.tools, rendering.variables]])
+    got = f"{num_tokens:,} tokens" if num_tokens > max_length else ""
     # Tokenising megabytes takes seconds. (A tokenizer that folds spaces could fit more.)
     if engine.tokenizer is not None and length > max_length * longest_token(engine.tokenizer):
-        message = f"prompt of {length:,} characters does not fit a length of {max_length:,} tokens"
-    if message:
+        got = f"{length:,} characters"
+    if got:
+        message = f"prompt of {got} does not fit a length of {max_length:,} tokens"
         raise ApiError(400, message, param=param, code="context_length_exceeded")
-    return param
+    with _refusing(param):
+        return engine.encode(prompt, rendering, is_bare=is_bare)
 
 
 def _num_characters(value: Any) -> int:
@@ -402,14 +365,9 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
     requested = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
         requested["top_k"] = max(body.top_k, 0)  # -1 is vLLM's value for all
-    seed = secrets.randbits(32) if body.seed is None else fold_seed(body.seed)
-    try:
-        values: dict[str, Any] = asdict(defaults) | requested | {"seed": seed}
-        return SamplingConfig(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        param = str(first["loc"][0]) if first["loc"] else None
-        raise ApiError(400, f"{param}: {explain(first)}", param=param) from error
+    requested["seed"] = secrets.randbits(32) if body.seed is None else fold_seed(body.seed)
+    with refusing_values():
+        return SamplingConfig(**asdict(defaults) | requested)
 
 
 def _check_unknown(body: CommonRequest) -> None:

@@ -25,7 +25,7 @@ from poss_jax.serving.bodies import (
     ContentPart,
     NumTokens,
     join_parts,
-    refusing_body,
+    refusing_values,
 )
 from poss_jax.serving.replies import KEEP_ALIVE, Reply, event
 from poss_jax.serving.requests import Job, read_chat
@@ -36,7 +36,6 @@ _OF_CHATS = ("n", "max_tokens", "response_format", "logprobs", "top_logprobs", "
 _NOTHING = (None, False, 0, [])
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 _REPEATED = ("metadata", "text", "tools", "tool_choice")  # in the response, as they came
-_PLAIN = {"type": "text"}
 _TEXTS = ("input_text", "output_text", "text")
 
 Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
@@ -76,18 +75,21 @@ def read_response(engine: Engine, config: ServeConfig, body: ResponseRequest) ->
       ApiError: something in it cannot be served.
     """
     _check(body)
-    common = body.model_dump(include=set(CommonRequest.model_fields), exclude_none=True)
-    fields = (body.model_extra or {}) | common
-    fields |= {"messages": _read_input(body), "max_completion_tokens": body.max_output_tokens}
-    fields |= {"tools": list(map(_read_tool, body.tools or ())) or None}
-    fields |= {"parallel_tool_calls": body.parallel_tool_calls, "tool_choice": body.tool_choice}
-    if isinstance(choice := body.tool_choice, dict) and choice.get("type") == "function":
-        fields["tool_choice"] = _nest(choice)
-    if (form := _form_of(body)).get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": form}
-    fields["response_format"] = form
+    form, choice = _form_of(body), body.tool_choice
+    fields = body.model_dump(include=set(CommonRequest.model_fields), exclude_none=True)
+    fields = (body.model_extra or {}) | fields
+    fields |= {
+        "messages": _read_input(body),
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": [*map(_nest, body.tools or ())] or None,
+        "tool_choice": _nest(choice) if isinstance(choice, dict) else choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": form,
+    }
+    if form.get("type") == "json_schema":
+        fields["response_format"] = {"type": "json_schema", "json_schema": form}
     try:
-        with refusing_body():
+        with refusing_values():
             chat = ChatRequest.model_validate(fields, strict=True)
         job = read_chat(engine, config, chat)
     except ApiError as error:
@@ -120,22 +122,15 @@ def _check(body: ResponseRequest) -> None:
 
 def _form_of(body: ResponseRequest) -> dict[str, Any]:
     form = (body.text or {}).get("format")
-    form = _PLAIN if form is None else form
-    if not isinstance(form, dict):
+    if not isinstance(form, dict | None):
         raise BadField("text", "want an object as format")
-    return form
+    return {"type": "text"} if form is None else form
 
 
-def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise BadField("tools", "want the type function; no other is served")
-    return _nest(tool)
-
-
-def _nest(function: dict[str, Any]) -> dict[str, Any]:
-    """A function as chats have it."""
-    fields = {name: value for name, value in function.items() if name != "type"}
-    return {"type": "function", "function": fields}
+def _nest(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as chats have it: its function apart from its type."""
+    function = {name: value for name, value in tool.items() if name != "type"}
+    return {"type": tool.get("type"), "function": function}
 
 
 def _read_input(body: ResponseRequest) -> list[dict[str, Any]]:
@@ -158,10 +153,8 @@ def _read_input(body: ResponseRequest) -> list[dict[str, Any]]:
                 text = _read_text(item.output)
                 messages.append({"role": "tool", "tool_call_id": called, "content": text})
             case _:
-                kinds = (
-                    "messages with a role, function_call and function_call_output with a call_id"
-                )
-                raise BadField("input", f"want {kinds}")
+                kinds = "function_call and function_call_output with a call_id"
+                raise BadField("input", f"want messages with a role, {kinds}")
     return messages
 
 
@@ -218,33 +211,37 @@ class ResponseReply(Reply):
         status = "incomplete" if is_cut else "completed"
         for entry in self._end_message(status, is_wanted=not self._items):
             yield entry
-        ended = {"status": status, "output": self._items, "usage": _read_usage(reply["usage"])}
-        ended |= self.metrics()
+        usage = reply["usage"]
+        usage = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+            "speculation": usage["speculation"],
+        }
+        ended = {"status": status, "output": self._items, "usage": usage} | self.metrics()
         ended |= {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
         yield self._tell(f"response.{status}", response=self._begun | ended)
 
-    def _delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
+    def _delta(self, choice: Any, chunk: Chunk) -> dict[str, Any]:
         """Texts and calls in the order of the answer, which is the items' order."""
-        return {"items": self._split(index, chunk)}
+        return {"items": self._split(choice, chunk)}
 
     def _add(self, item: str | Call) -> Iterator[dict[str, Any]]:
         """Adds a text or a call; a message behind a call has no blanks before it."""
-        if isinstance(item, dict):
-            yield from self._end_message("completed")
-            yield from self._add_call(item)
+        if isinstance(item, str):
+            text = item.lstrip() if self._text is None and self._items else item
+            yield from self._begin_message()
+            self._text = (self._text or "") + text
+            yield self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[])
             return
-        text = item.lstrip() if self._text is None and self._items else item
-        yield from self._begin_message()
-        self._text = (self._text or "") + text
-        yield self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[])
-
-    def _add_call(self, call: Call) -> Iterator[dict[str, Any]]:
-        arguments, kind = call["function"]["arguments"], "function_call_arguments"
-        item = {"type": "function_call", "id": _new_id("fc"), "call_id": call["id"]}
-        item |= call["function"]
-        yield self._begin_item(item | {"status": "in_progress", "arguments": ""})
-        yield self._of_item(f"{kind}.delta", delta=arguments)
-        yield self._of_item(f"{kind}.done", name=item["name"], arguments=arguments)
+        yield from self._end_message("completed")
+        name, arguments = item["function"]["name"], item["function"]["arguments"]
+        call = {"type": "function_call", "id": _new_id("fc"), "call_id": item["id"], "name": name}
+        yield self._begin_item(call | {"status": "in_progress", "arguments": ""})
+        yield self._of_item("function_call_arguments.delta", delta=arguments)
+        yield self._of_item("function_call_arguments.done", name=name, arguments=arguments)
         yield self._end_item(status="completed", arguments=arguments)
 
     def _begin_message(self) -> Iterator[dict[str, Any]]:
@@ -268,24 +265,22 @@ class ResponseReply(Reply):
 
     def _begin_item(self, item: dict[str, Any]) -> dict[str, Any]:
         self._items.append(item)
-        return self._tell("response.output_item.added", output_index=self._last, item=item)
+        return self._of_item("output_item.added", item=item)
 
     def _end_item(self, **fields: Any) -> dict[str, Any]:
         self._items[-1] = item = self._items[-1] | fields
-        return self._tell("response.output_item.done", output_index=self._last, item=item)
+        return self._of_item("output_item.done", item=item)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        position = {"item_id": self._items[-1]["id"], "output_index": self._last}
+        position: dict[str, Any] = {"output_index": len(self._items) - 1}
+        if "item" not in fields:
+            position["item_id"] = self._items[-1]["id"]
         return self._tell(f"response.{kind}", **position, **fields)
 
     def _tell(self, kind: str, **fields: Any) -> dict[str, Any]:
         """The next event."""
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
-
-    @property
-    def _last(self) -> int:
-        return len(self._items) - 1
 
 
 def _new_id(kind: str) -> str:
@@ -294,18 +289,6 @@ def _new_id(kind: str) -> str:
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _read_usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """A chat's usage as responses have it."""
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage["total_tokens"],
-        "speculation": usage["speculation"],
-    }
 
 
 def _to_bytes(data: dict[str, Any]) -> bytes:

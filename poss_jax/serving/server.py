@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -95,21 +94,11 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return _bind(family, address)
+        has_both = family == socket.AF_INET6  # it takes connections of IPv4, too
+        return socket.create_server(
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=has_both
+        )
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "no such address"
         raise UserError(
-            f"host {host}, port {port}: {reason}; choose others with --host and --port"
+            f"host {host}, port {port}: {error}; choose others with --host and --port"
         ) from error
-
-
-def _bind(family: int, address: Any) -> socket.socket:
-    sock = socket.socket(family)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)  # until then, another process may bind the same port
-    except OSError:
-        sock.close()
-        raise
-    return sock

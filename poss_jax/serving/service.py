@@ -32,7 +32,6 @@ from starlette.types import Receive, Scope, Send
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError
-from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.streams import Chunks, Ticket, merge
@@ -60,23 +59,14 @@ _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 3
 
 
 class Service:
-    """State shared by the endpoints.
-
-    Attributes:
-      config: settings.
-      limits: the same, with the scheduler's length limit.
-      engine: target and draft.
-      scheduler: decodes.
-      metrics: what /metrics shows.
-      is_draining: running answers finish, no new ones start.
-    """
+    """State shared by the endpoints."""
 
     def __init__(self, config: ServeConfig, engine: Engine, scheduler: Scheduler) -> None:
         self.config, self.engine, self.scheduler = config, engine, scheduler
         self.limits = replace(config, max_length=scheduler.max_length)
         self.model = config.model_name or as_path(config.target).name
-        self.metrics = Metrics(scheduler, self.model)
-        self.is_draining = False
+        self.metrics = Metrics(scheduler, self.model)  # what /metrics shows
+        self.is_draining = False  # running answers finish, no new ones start
         self._reader_of_large, self._scorer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def close(self) -> None:
@@ -101,25 +91,24 @@ class Service:
             self.check_model(getattr(body, "model", None))
             return body, read(self.engine, self.limits, body)
 
+        def parse_and_rest() -> Any:
+            begun = time.monotonic()
+            try:
+                return parse()
+            finally:
+                time.sleep(time.monotonic() - begun)
+
         loop = asyncio.get_running_loop()
         if len(content) <= _LARGE_BYTES:
             return await loop.run_in_executor(None, parse)
-        large = loop.run_in_executor(self._reader_of_large, _and_rest, parse)
+        large = loop.run_in_executor(self._reader_of_large, parse_and_rest)
         return await _unless_left(request, large)
-
-    async def _add_guides(self, request: Request, job: Job) -> Job:
-        """Compiles the grammar of a job, if it has one, unless the client leaves meanwhile."""
-        if job.grammar is None:
-            return job
-        compiled = await asyncio.to_thread(submit_grammar, self.engine, job.grammar)
-        with suppress(UserError):  # `add_guides` has it, too
-            await _unless_left(request, asyncio.wrap_future(compiled))
-        return await asyncio.to_thread(add_guides, job, compiled)
 
     @property
     def is_ready(self) -> bool:
         """True if the server answers requests; some programs may still be compiled."""
-        is_warm = self.scheduler.compilation is not None and bool(self.scheduler.compilation.sizes)
+        compilation = self.scheduler.compilation
+        is_warm = compilation is not None and bool(compilation.sizes)
         return is_warm and not self.is_draining and self.scheduler.error is None
 
     @property
@@ -139,9 +128,8 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if another model is asked for."""
         if name is not None and name != self.model:
-            raise ApiError(
-                404, f"want the model {self.model}", param="model", code="model_not_found"
-            )
+            message, code = f"want the model {self.model}", "model_not_found"
+            raise ApiError(404, message, param="model", code=code)
 
     def submit(self, job: Job) -> list[Ticket]:
         """Puts all choices of a request into the queue, or none.
@@ -179,7 +167,11 @@ class Service:
     ) -> Response:
         """Answers a request, as one body or as a stream of events."""
         arrived, compiled = time.monotonic(), self.scheduler.stats.compile_seconds
-        job = await self._add_guides(request, job)
+        if job.grammar is not None:
+            compiling = await asyncio.to_thread(submit_grammar, self.engine, job.grammar)
+            with suppress(UserError):  # `add_guides` has it, too
+                await _unless_left(request, asyncio.wrap_future(compiling))
+            job = await asyncio.to_thread(add_guides, job, compiling)
         reply = kind(self.engine, job, model=self.model)
         if job.scores_prompt:
             await self._score(job, reply)
@@ -214,12 +206,10 @@ class Service:
         Args:
           compiled: seconds that compiling took on the scheduler's thread before it arrived.
         """
-        compilation, is_guided = (
-            self.scheduler.compilation,
-            any(prompt.guide for prompt in job.prompts),
-        )
+        compilation = self.scheduler.compilation
         seconds = self.scheduler.stats.compile_seconds - compiled
         if compilation is not None:
+            is_guided = any(prompt.guide for prompt in job.prompts)
             ready_at = compilation.guided_at if is_guided else compilation.ready_at
             seconds += max((ready_at or arrived) - arrived, 0.0)
         if seconds > 0:
@@ -227,44 +217,30 @@ class Service:
 
     async def _timed(self, chunks: Chunks, arrived: float, on_first: Callable[[], None]) -> Chunks:
         """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
-        first: dict[int, float] = {}
+        begun: dict[int, float] = {}  # choice -> when its first token came
         try:
             async for item in chunks:
-                if item is not None:
-                    answer = item[1].answer
-                    is_cancelled = answer is not None and answer.stop_reason == "cancelled"
-                    if is_cancelled and self.scheduler.is_closed:
-                        message = "the server stops; this answer is cut"
-                        raise ApiError(503, message, retry_after=1)
-                    is_begun = bool(first)
-                    self._measure(*item, first, arrived)
-                    if first and not is_begun:
+                if item is None:
+                    yield None
+                    continue
+                (index, chunk), now = item, time.monotonic()
+                is_cancelled = chunk.answer is not None and chunk.answer.stop_reason == "cancelled"
+                if is_cancelled and self.scheduler.is_closed:
+                    raise ApiError(503, "the server stops; this answer is cut", retry_after=1)
+                if index not in begun and chunk.output_ids:
+                    if not begun:
                         on_first()
+                    begun[index] = now
+                    self.metrics.first_token.observe(now - arrived)
+                if chunk.answer is not None:
+                    self.metrics.whole.observe(now - arrived)
+                    if (more := len(chunk.answer.output_ids) - 1) > 0:
+                        self.metrics.per_token.observe((now - begun[index]) / more)
                 yield item
         except Closed as error:
             raise ApiError(503, "decoding failed") from error
         except UserError as error:  # a grammar that is too complex here
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
-
-    def _measure(self, index: int, chunk: Chunk, first: dict[int, float], arrived: float) -> None:
-        now, answer = time.monotonic(), chunk.answer
-        if index not in first and chunk.output_ids:
-            first[index] = now
-            self.metrics.first_token.observe(now - arrived)
-        if answer is not None:
-            self.metrics.whole.observe(now - arrived)
-            more = len(answer.output_ids) - 1
-            if more > 0:
-                self.metrics.per_token.observe((now - first[index]) / more)
-
-
-def _and_rest(work: Callable[[], Any]) -> Any:
-    """Works, and sleeps as long as that took."""
-    begun = time.monotonic()
-    try:
-        return work()
-    finally:
-        time.sleep(time.monotonic() - begun)
 
 
 def _cancel(tickets: Sequence[Ticket]) -> None:
@@ -306,14 +282,7 @@ async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
 
 
 class Metrics:
-    """Metrics of one server.
-
-    Attributes:
-      registry: what /metrics shows.
-      first_token: seconds from the arrival of a request to its first token.
-      per_token: seconds per token after the first.
-      whole: seconds from arrival to the end.
-    """
+    """Metrics of one server: those of the scheduler, and times of its answers."""
 
     def __init__(self, scheduler: Scheduler, model: str) -> None:
         self._scheduler, self._model = scheduler, model
@@ -337,15 +306,14 @@ class Metrics:
         """Reads the scheduler's counts."""
         scheduler, stats = self._scheduler, self._scheduler.stats
         running, slots = scheduler.num_running, scheduler.num_slots
-        gauges = [
+        for name, text, value in (
             ("num_requests_waiting", "Requests in the queue", scheduler.num_waiting),
             ("num_requests_running", "Requests that are read or decoded", running),
             ("kv_cache_usage_perc", "Share of slots in use, 0 to 1", min(running / slots, 1.0)),
-        ]
-        for name, text, value in gauges:
+        ):
             yield GaugeMetricFamily(f"poss:{name}", text, value)
         accepted = dict(stats.accepted)
-        counters = [
+        for name, text, value in (
             ("prompt_tokens", "Tokens of prompts", stats.prompt_tokens),
             ("prefix_cache_queries", "Tokens of prompts, cached or not", stats.prompt_tokens),
             ("prefix_cache_hits", "Tokens of prompts that were cached", stats.cached_tokens),
@@ -356,8 +324,7 @@ class Metrics:
             ("spec_decode_num_draft_tokens", "Positions drafted", stats.drafted),
             ("spec_decode_num_accepted_tokens", "Drafts accepted", sum(accepted.values())),
             ("spec_decode_num_copied_tokens", "Of these, copied by lookup", stats.copied),
-        ]
-        for name, text, value in counters:
+        ):
             yield CounterMetricFamily(f"poss:{name}", text, value)
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position"
         by_position = CounterMetricFamily(f"poss:{name}", text, labels=["position"])
