@@ -104,5 +104,4 @@ def test_settings_are_shown_at_the_start(engine: Engine, caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records] == [
         "sampling: temperature 0.25, top_k 7, top_p 0.5 (the model's own temperature, top_k)",
         "sampling: temperature 0.0, top_p 0.5",
-        "at temperature 0, top_k changes nothing; give --temperature",
     ]

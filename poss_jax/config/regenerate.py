@@ -103,6 +103,7 @@ class RegenerateConfig(AnswerConfig):
         is_plain = address.scheme in ("http", "https") and re.fullmatch("[!-~]+", url)
         if not (is_plain and address.hostname) or address.query or address.fragment:
             raise ValueError(f"server: want such as http://localhost:8000/v1, got {shorten(url)}")
+        _ = address.port, address.hostname.encode("idna")  # raise ValueError
         of_engine = ["draft", "drafting", "lookup", "tree", "trees", "quantise", "mesh"]
         of_engine += ["draft_vocabulary", "draft_window", "batch_size", "max_length"]
         of_engine += ["allow_target_mismatch"]

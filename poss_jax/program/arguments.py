@@ -6,17 +6,16 @@ they become options: `max_new_tokens` is `--max-new-tokens`, `sampling.top_k` is
 """
 
 import argparse
-import logging
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from poss_jax.config.decoding import AnswerConfig, SamplingConfig
+from poss_jax.config.decoding import AnswerConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import (
     Key,
@@ -29,8 +28,6 @@ from poss_jax.config.reading import (
 )
 from poss_jax.program.output import add_json
 from poss_jax.program.running import Parser, add_version
-
-_LOG = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT")
 Actions = Mapping[str, Mapping[str, Any]]
@@ -51,9 +48,6 @@ _METAVARS = {
     "PATH": "output",
     "DATA": "data.source",
 }
-FILTERS = ("top_k", "top_p", "min_p")
-"""Settings of sampling that change nothing at temperature 0."""
-
 _SHOWN = {
     "models": "target draft drafts init_draft server",
     "input and output": "question prompt prompts datasets num_prompts data.source self_prompt "
@@ -131,14 +125,7 @@ def read_arguments(
     for option, value in chosen.items():
         _set(values, option, value, _defaults(kind).get("tree"))
     given_as |= {option.key: option.flag for option in chosen}
-    config = build_config(kind, values, origin=args.config or "options", given_as=given_as)
-    methods = getattr(config, "methods", {}).values()
-    check_depths([getattr(config, "tree", None), *(method.tree for method in methods)])
-    sampling = getattr(config, "sampling", None)
-    if isinstance(sampling, SamplingConfig):  # else the model has a say (`choose_sampling`)
-        names = {option.key.rpartition(".")[2] for option in chosen}
-        warn_of_idle(sampling, [name for name in FILTERS if name in names])
-    return config, args
+    return build_config(kind, values, origin=args.config or "options", given_as=given_as), args
 
 
 # --------------------------------------------------------------------------------------------------
@@ -294,17 +281,6 @@ def _set_tree(values: dict[str, Any], text: str, kind: Any) -> None:
         )
 
 
-def check_depths(trees: Iterable[TreeConfig | None]) -> None:
-    """Refuses a tree that compiles levels for which it has no nodes."""
-    for tree in trees:
-        if tree is not None and tree.depth >= tree.total_tokens:
-            raise UserError(
-                f"tree {tree.name}: want total_tokens above depth, {tree.depth}, since every level "
-                f"needs a node and the root is one, got {tree.total_tokens}; raise total_tokens or "
-                "lower depth"
-            )
-
-
 def at_least(minimum: int) -> Callable[[str], int]:
     """Makes the type of an option that is a whole number with a lower bound."""
 
@@ -357,9 +333,3 @@ def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig | 
         if not isinstance(values, dict):
             return  # `build_config` refuses it
     values[name] = value
-
-
-def warn_of_idle(sampling: SamplingConfig, filters: Sequence[str]) -> None:
-    """Says that filters a user has set change nothing at temperature 0."""
-    if filters and sampling.temperature == 0:
-        _LOG.warning("at temperature 0, %s changes nothing; give --temperature", filters[0])

@@ -8,7 +8,6 @@ from poss_jax.config.decoding import SMOLLM2, AnswerConfig, SamplingConfig, Samp
 from poss_jax.config.paths import as_path
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.trees import default_lookup, read_trees
-from poss_jax.program.arguments import FILTERS, check_depths, warn_of_idle
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,10 +24,8 @@ def load_engine(config: AnswerConfig) -> Engine:
         config = replace(config, draft=None, trees=None)
     config = with_bundled(config)
     target = find_model(str(config.target))
-    draft = config.draft
-    draft = None if draft is None else find_model(draft, target=target)
+    draft = None if config.draft is None else find_model(config.draft, target=target)
     trees = {} if config.trees is None else read_trees(as_path(config.trees))
-    check_depths(trees.values())
     lookup = config.lookup
     if lookup is None:
         lookup = 0 if draft is None else default_lookup(config.drafting)
@@ -43,5 +40,4 @@ def choose_sampling(options: SamplingOptions, engine: Engine) -> SamplingConfig:
     _LOG.warning(
         "sampling: %s%s", sampling, f" (the model's own {', '.join(defaults)})" if defaults else ""
     )
-    warn_of_idle(sampling, [name for name in FILTERS if getattr(options, name) is not None])
     return sampling

@@ -156,29 +156,20 @@ def align(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> list[str]:
     """
     table = [[str(cell) for cell in row] for row in (head, *rows)]
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    lines = _join_columns(columns)
-    if max(map(len, lines)) <= _TERMINAL:
-        return lines
-    widths = [max(map(len, cells)) for _, *cells in columns]
-    heads = [
-        textwrap.wrap(name, width, break_long_words=False)
-        for (name, *_), width in zip(columns, widths, strict=True)
-    ]
-    height = max(map(len, heads))
-    return _join_columns(
-        [
-            [*[""] * (height - len(head)), *head, *cells]
+    widths = [max(map(len, column)) for column in columns]
+    if sum(widths) + 2 * (len(widths) - 1) > _TERMINAL:
+        widths = [max(map(len, cells)) for _, *cells in columns]
+        heads = [
+            textwrap.wrap(name, width, break_long_words=False)
+            for (name, *_), width in zip(columns, widths, strict=True)
+        ]
+        height = max(map(len, heads))
+        columns = [
+            (*[""] * (height - len(head)), *head, *cells)
             for head, (_, *cells) in zip(heads, columns, strict=True)
         ]
-    )
-
-
-def _join_columns(columns: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, cells)) for cells in columns]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
+    padded = []
+    for index, column in enumerate(columns):
+        width = max(map(len, column))
+        padded.append([cell.rjust(width) if index else cell.ljust(width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]

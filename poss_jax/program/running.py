@@ -267,10 +267,10 @@ def start_processes() -> None:
 
         if jax.distributed.is_initialized():
             return
-        numbers = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-        jax.distributed.initialize(
-            **{key: int(os.environ[name]) for key, name in numbers.items() if name in os.environ}
-        )
+        names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+        overrides = {key: name for key, name in names.items() if name in os.environ}
+        numbers: Any = {key: int(os.environ[name]) for key, name in overrides.items()}
+        jax.distributed.initialize(**numbers)
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"cannot join the other processes: {' '.join(str(error).split())[:300]}; set "

@@ -67,7 +67,7 @@ def read_rendering(
     """
     variables = dict(body.chat_template_kwargs or {})
     special = engine.tokenizer.special_tokens_map if engine.tokenizer is not None else {}
-    tools = body.tools or None
+    tools: Any = body.tools or None  # as they were sent
     if isinstance(body, ChatRequest) and body.tool_choice == "none":
         tools = None  # what the model does not see, it does not call
     if taken := variables.keys() & {*_OWN_VARIABLES, *special}:

@@ -10,8 +10,6 @@ from poss_jax.serving.bodies import CommonRequest
 GRAMMAR_FIELDS = ("response_format", "structured_outputs")
 _FORMATS = ("text", "json_object", "json_schema")
 _OBJECT = {"type": "object"}
-# Has no effect: white space between the parts of JSON is fixed.
-_HARMLESS = ("disable_any_whitespace",)
 
 
 def read_grammar(body: CommonRequest, of_calls: Grammar | None) -> Grammar | None:
@@ -53,7 +51,9 @@ def _read_response_format(body: CommonRequest) -> Grammar | None:
 def _read_structured_outputs(body: CommonRequest) -> Grammar | None:
     name, fields = "structured_outputs", body.structured_outputs or {}
     # Empty values say something: any JSON, no choice, the empty text.
-    fields = {key: value for key, value in fields.items() if not _is_absent(key, value)}
+    absent = {"json_object": (None, False)}
+    fields = {key: value for key, value in fields.items() if value not in absent.get(key, (None,))}
+    fields.pop("disable_any_whitespace", None)  # white space between parts of JSON is fixed
     if not fields:
         return None
     if len(fields) > 1:
@@ -70,10 +70,6 @@ def _read_structured_outputs(body: CommonRequest) -> Grammar | None:
         case {"grammar": str(text)}:
             return Grammar.lark(text, name)
     raise UserError(f"{name}: want json, json_object, regex, choice (texts) or grammar")
-
-
-def _is_absent(key: str, value: Any) -> bool:
-    return value is None or key in _HARMLESS or (key == "json_object" and value is False)
 
 
 def _read_schema(fields: Any, key: str, name: str) -> dict[str, Any]:

@@ -43,19 +43,18 @@ class Guard:
         *,
         api_key: str | None,
         max_body_bytes: int,
-        max_requests: int | None = None,
+        max_requests: float = math.inf,
         allowed_hosts: Sequence[str] = (),
     ) -> None:
         """Wraps an application.
 
         Args:
           api_key: key that requests to the API must carry; None: they need none.
-          max_requests: most requests to the API at once; None: any number.
+          max_requests: most requests to the API at once.
           allowed_hosts: names allowed in the header Host without a key, besides localhost and
             addresses; `*` allows all.
         """
-        self._app = app
-        self._max_requests = math.inf if max_requests is None else max_requests
+        self._app, self._max_requests = app, max_requests
         self._api_key = None if api_key is None else api_key.encode()
         self._hosts = {name.lower() for name in allowed_hosts}
         self.most_bytes, self._num_requests = max_body_bytes, 0

@@ -25,7 +25,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.types import Receive, Scope, Send
 
@@ -285,12 +285,10 @@ class Metrics:
     """Metrics of one server: those of the scheduler, and times of its answers."""
 
     def __init__(self, scheduler: Scheduler, model: str) -> None:
-        self._scheduler, self._model = scheduler, model
-        self.registry = CollectorRegistry()
-        self.registry.register(self)  # type: ignore[arg-type]
+        self._scheduler, self._labels = scheduler, {"engine": "0", "model_name": model}
 
         def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"poss:{name}", text, buckets=_BUCKETS, registry=self.registry)
+            return Histogram(f"poss:{name}", text, buckets=_BUCKETS, registry=None)
 
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to first token")
         self.per_token = histogram("time_per_output_token_seconds", "Per token after the first")
@@ -298,12 +296,22 @@ class Metrics:
 
     def render(self) -> bytes:
         """All metrics as text."""
-        return generate_latest(self.registry) + generate_latest(
-            _VllmMetrics(self.registry, self._model)
-        )
+        return generate_latest(self)  # type: ignore[arg-type]
 
     def collect(self) -> Iterator[Metric]:
-        """Reads the scheduler's counts."""
+        """Reads all metrics; those that vLLM has, too, come again with its names and labels."""
+        for metric in self._collect_own():
+            yield metric
+            if (name := _VLLM_NAMES.get(metric.name)) is not None:
+                renamed = Metric(name, metric.documentation, metric.type)
+                for sample in metric.samples:
+                    suffix, labels = sample.name[len(metric.name) :], sample.labels | self._labels
+                    renamed.add_sample(name + suffix, labels, sample.value)
+                yield renamed
+
+    def _collect_own(self) -> Iterator[Metric]:
+        for histogram in (self.first_token, self.per_token, self.whole):
+            yield from histogram.collect()
         scheduler, stats = self._scheduler, self._scheduler.stats
         running, slots = scheduler.num_running, scheduler.num_slots
         for name, text, value in (
@@ -335,21 +343,3 @@ class Metrics:
         for reason, count in dict(stats.finished).items():
             ended.add_metric([reason], count)
         yield ended
-
-
-class _VllmMetrics(CollectorRegistry):
-    """Metrics that vLLM has, too, with its names and labels."""
-
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        super().__init__()
-        self._registry, self._labels = registry, {"engine": "0", "model_name": model}
-
-    def collect(self) -> Iterator[Metric]:
-        """Reads our metrics."""
-        for metric in self._registry.collect():
-            if (name := _VLLM_NAMES.get(metric.name)) is not None:
-                renamed = Metric(name, metric.documentation, metric.type)
-                for sample in metric.samples:
-                    suffix, labels = sample.name[len(metric.name) :], sample.labels | self._labels
-                    renamed.add_sample(name + suffix, labels, sample.value)
-                yield renamed
