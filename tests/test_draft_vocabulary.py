@@ -31,7 +31,7 @@ from poss_jax.checkpoint.record import (
     with_vocabulary,
     write_draft_vocabulary,
 )
-from poss_jax.config.decoding import EngineConfig, GenerateConfig
+from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
@@ -176,10 +176,6 @@ def test_refusals_of_programs(runs: Runs, tmp_path: Path) -> None:
     path = tmp_path / "v.json"
     write_draft_vocabulary(path, DraftVocabulary(vocab_size=61, tokens=(1, 2)))
     given = ["--target", target, "--draft-vocabulary", str(path)]
-    error = "draft_vocabulary limits a draft; give draft, too"
-    assert GenerateConfig(prompt="x", draft_vocabulary="v").target == "smollm2"  # has a draft
-    assert error in refusal(generate_main, *given, "--prompt", "x")
-    assert "limits drafts; give drafts, too" in refusal(bench, *given)
     error = "want a draft vocabulary of 300 tokens, which the target has, got one made for 61"
     assert error in refusal(generate_main, *given, "--prompt", "x", "--draft", draft)
     assert error in refusal(bench, *given, "--draft", f"E={draft}")

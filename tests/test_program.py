@@ -82,17 +82,6 @@ def test_a_traceback_is_kept_with_what_a_report_needs(monkeypatch, capsys, tmp_p
     assert text.endswith("ZeroDivisionError: by zero\n") and "in exit_code" not in text
 
 
-def test_a_traceback_that_cannot_be_kept_is_printed(monkeypatch, capsys):
-    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    assert exit_code(lambda: fail_with(ZeroDivisionError("by zero")), monkeypatch) == 70
-    err = capsys.readouterr().err
-    assert "Traceback (most recent call last):" in err
-    assert err.splitlines()[-1] == (
-        "error: unexpected: ZeroDivisionError: by zero; the traceback is above, since it could not "
-        "be written to a file; please report it"
-    )
-
-
 NOWHERE = (
     "error: model folder nowhere does not exist; write it first: poss convert target --source "
     "CHECKPOINT --output nowhere\n"

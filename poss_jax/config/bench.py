@@ -46,12 +46,6 @@ class MethodConfig:
     draft_window: Count | None = None
     quantise: Quantisation | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("tree", "drafting", "draft_vocabulary", "draft_window"):
-            is_used = self.draft is not None or (name == "tree" and self.lookup)
-            if not is_used and getattr(self, name) is not None:
-                raise ValueError(f"{name}: is a draft's; give draft, too")
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BenchConfig(DecodingConfig):
@@ -108,12 +102,6 @@ class BenchConfig(DecodingConfig):
             lookup = self.lookup if method.lookup is None else method.lookup
             if lookup and (method.drafting or self.drafting) == "sampled":
                 raise ValueError(f"methods.{name}: {NO_SAMPLED_COPIES}")
-        has_methods = bool(self.all_methods) or self.target == SMOLLM2
-        for name in ("draft_vocabulary", "draft_window"):
-            if getattr(self, name) is not None and not has_methods:
-                raise ValueError(f"{name} limits drafts; give drafts, too")
-        if self.lookup and not has_methods:
-            raise ValueError("lookup: the baseline copies nothing; give drafts or methods")
         if twice := self.drafts.keys() & self.methods.keys():
             raise ValueError(f"methods: {min(twice)} is a draft's name, too; choose another")
         for name in ("datasets", "temperatures", "seeds"):

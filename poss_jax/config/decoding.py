@@ -203,10 +203,6 @@ class AnswerConfig(DecodingConfig):
         super().__post_init__()
         if self.trees is not None and self.tree is not None:
             raise ValueError("trees: want it alone, got a tree, too; leave out one of them")
-        has_draft = self.draft is not None or self.target == SMOLLM2
-        for name in ("draft_vocabulary", "draft_window"):
-            if getattr(self, name) is not None and not has_draft:
-                raise ValueError(f"{name} limits a draft; give draft, too")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -184,54 +184,35 @@ class DraftConfig:
     """A draft model: shared fc and, per specialist, one decoder layer (the first may have more).
 
     EAGLE-2 and HASS are `positions_per_specialist=(1,)`, PosS-n is `(n, n, ...)`.
-
-    Attributes:
-      layer: shape of one specialist and of the embedding; its `num_layers` is 1 in new drafts and
-        ignored.
-      positions_per_specialist: how many draft positions each specialist serves; beyond the last
-        span the last specialist continues.
-      layers_per_specialist: how many layers each specialist has, 1 where none is given; see
-        `check_specialists`.
-      trained_depth: number of draft positions the rollout was trained on.
-      fc_bias: whether the fusion layer has a bias.
-      family: name of the draft family, see `poss_jax.model.families`.
-      kv: `shared` if all specialists read one stream of keys and values; stored in the model's
-        record.
-      aux_layers: layers of the target whose inputs together are a feature; empty: a feature is the
-        hidden state after the target's final norm.
-      head_size: number of tokens of the draft's own head; None: it uses the target's.
-      norm_before_residual: whether a layer adds to its normed feature rather than to the feature.
-      fc_norm: `whole` if the target's feature is normed before `fc`, `each` if each layer's part
-        of it is normed by itself.
-      output_norm: `head` if only the head reads normed features, `fed_back` if the next
-        specialist does, too; None: neither.
-      target_size: hidden size of the target; None: the layer's.
-      has_embedding: whether the draft embeds tokens with its own weights instead of the target's.
-      mask_token: token that drafted positions after the first read, all in one pass (P-EAGLE);
-        None: each reads the token before it.
-      window: how many of the newest context rows are attended; None: all.
-      num_sinks: first context rows that are attended besides the newest ones; 0 in a draft that was
-        trained with its window.
     """
 
-    layer: LlamaConfig
-    positions_per_specialist: Spans = (1,)
+    layer: LlamaConfig  # one specialist and the embedding; its `num_layers` is ignored
+    positions_per_specialist: Spans = (1,)  # beyond the last span the last one continues
+    # 1 where none is given; see `check_specialists`.
     layers_per_specialist: LayerCounts = Field(
         default=(1,), exclude_if=lambda layers: max(layers) == 1
     )
-    trained_depth: Depth = 1
-    fc_bias: bool = False
-    family: str = _omitted(FIRST_FAMILY)
+    trained_depth: Depth = 1  # draft positions that the rollout was trained on
+    fc_bias: bool = False  # the fusion layer has a bias
+    family: str = _omitted(FIRST_FAMILY)  # see `poss_jax.model.families`
+    # `shared`: all specialists read one stream of keys and values; stored in the model's record.
     kv: Literal["per_specialist", "shared"] = Field(default="per_specialist", exclude=True)
+    # Layers of the target whose inputs together are a feature; empty: a feature is the hidden state
+    # after the target's final norm.
     aux_layers: tuple[CountOrZero, ...] = _omitted(())
-    head_size: AtLeastTwo | None = _omitted(None)
-    norm_before_residual: bool = _omitted(False)
+    head_size: AtLeastTwo | None = _omitted(None)  # tokens of its own head; None: the target's head
+    norm_before_residual: bool = _omitted(False)  # a layer adds to its normed feature
+    # `whole`: the target's feature is normed before `fc`; `each`: each layer's part by itself.
     fc_norm: Literal["whole", "each"] | None = _omitted(None)
+    # `head`: only the head reads normed features; `fed_back`: the next specialist does, too.
     output_norm: Literal["head", "fed_back"] | None = _omitted("head")
-    target_size: Count | None = _omitted(None)
-    has_embedding: bool = _omitted(False)
+    target_size: Count | None = _omitted(None)  # hidden size of the target; None: the layer's
+    has_embedding: bool = _omitted(False)  # embeds tokens with its own weights, not the target's
+    # Token that drafted positions after the first read, all in one pass (P-EAGLE); None: each reads
+    # the token before it.
     mask_token: TokenId | None = _omitted(None)
-    window: Count | None = _omitted(None)
+    window: Count | None = _omitted(None)  # newest context rows that are attended; None: all
+    # First context rows that are attended besides; 0 in a draft trained with its window.
     num_sinks: CountOrZero = _omitted(4)
 
     def __post_init__(self) -> None:

@@ -41,14 +41,12 @@ Devices = Annotated[int, Field(ge=-1, lt=2**31), _NUMBER]  # -1: the rest
 Seed = Annotated[int, Field(ge=0, lt=2**32), _NUMBER]
 NumTokens = Annotated[int, Field(gt=0, le=10**18), _NUMBER]  # stays on the host
 Port = Annotated[int, Field(ge=0, lt=2**16), _NUMBER]
-Concurrency = Annotated[int, Field(gt=0, le=1024), _NUMBER]  # each has a thread
 Depth = Annotated[int, Field(gt=0, le=1000), _NUMBER]  # each depth is compiled by itself
 Lookup = Annotated[int, Field(ge=0, le=1000), _NUMBER]
 
 # Real numbers become float32, in which 1e-45 is 0, 1e39 is infinite and 0.99999999 is 1.
 Positive = Annotated[float, Field(gt=0, le=1e30), _NUMBER, _REAL]
 PositiveOrZero = Annotated[float, Field(ge=0, le=1e30), _NUMBER, _REAL]
-NumEpochs = Annotated[float, Field(gt=0, le=1e6), _NUMBER, _REAL]
 Fraction = Annotated[float, Field(ge=0, lt=1), _NUMBER, _REAL]
 Probability = Annotated[float, Field(ge=0, le=1), _NUMBER, _REAL]
 TopP = Annotated[float, Field(gt=0, le=1), _NUMBER, _REAL]

@@ -10,7 +10,7 @@ import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError
@@ -35,9 +35,8 @@ def int8_products() -> Int8Products:
     named = os.environ.get(SETTING, "")
     if named == "kernel" and not has_unsigned_products():
         raise UserError(f"{SETTING}: kernel wants a processor with AVX-512 VNNI")
-    for kind in get_args(Int8Products):
-        if named == kind:
-            return kind
+    if named in get_args(Int8Products):
+        return cast(Int8Products, named)
     if named:
         raise UserError(f"{SETTING}: want kernel, integer or float, got {named!r}")
     if has_unsigned_products() and shutil.which(_compiler()[0]):
@@ -80,8 +79,6 @@ def load_library(source: Path, include: Path) -> ctypes.CDLL:
         output = Path(folder) / library.name
         command += ["-o", str(output)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-        with output.open("rb") as file:
-            os.fsync(file.fileno())  # a library cut short would end the process
         output.replace(library)
     return ctypes.CDLL(str(library))
 

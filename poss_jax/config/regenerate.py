@@ -1,7 +1,7 @@
 """Settings of `poss regenerate`, which lets a target write chats."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
@@ -12,7 +12,6 @@ from poss_jax.config.decoding import AnswerConfig, SamplingConfig
 from poss_jax.config.models import STRICT
 from poss_jax.config.numbers import (
     INT32_MAX,
-    Concurrency,
     Count,
     Fraction,
     Probability,
@@ -61,7 +60,7 @@ class RegenerateConfig(AnswerConfig):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     server: str | None = None
     model: str | None = None
-    concurrency: Concurrency = 16
+    concurrency: Count = 16
     chat_template_kwargs: dict[str, Scalar] | None = None
     output: str
     data: DataConfig = Field(default_factory=DataConfig)
@@ -78,10 +77,6 @@ class RegenerateConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of_self_prompt = [f"self_prompt_{name}" for name in ("turns", "tokens", "temperature")]
-        of_self_prompt += ["self_prompt_top_p", "source_share"]
-        if self.self_prompt is None and (name := self._first_given(*of_self_prompt)):
-            raise ValueError(f"{name}: applies only to turns of the target; give self_prompt")
         if self.self_prompt is not None and self.data.is_code == (self.source_share > 0):
             raise ValueError("source_share: want it above 0 with a data.source, and only then")
         if self.self_prompt is not None and self.target is None:
@@ -95,8 +90,6 @@ class RegenerateConfig(AnswerConfig):
             self._check_server(self.server)
         elif self.target is None:
             raise ValueError("want a target (--target DIR), or a server (--server URL)")
-        elif name := self._first_given("model", "concurrency", "chat_template_kwargs"):
-            raise ValueError(f"{name}: applies only to a server; give server, or leave it out")
 
     def _check_server(self, url: str) -> None:
         address = urlsplit(url)
@@ -107,13 +100,9 @@ class RegenerateConfig(AnswerConfig):
         of_engine = ["draft", "drafting", "lookup", "tree", "trees", "quantise", "mesh"]
         of_engine += ["draft_vocabulary", "draft_window", "batch_size", "max_length"]
         of_engine += ["allow_target_mismatch"]
-        if name := self._first_given(*of_engine):
-            raise ValueError(f"{name}: applies only to a local target; leave it or server out")
+        declared = type(self).__pydantic_fields__  # type: ignore[attr-defined]
+        for name in of_engine:
+            if getattr(self, name) != declared[name].default:
+                raise ValueError(f"{name}: applies only to a local target; leave it or server out")
         if self.data.template is not None:
             raise ValueError("data.template: the server has its own; leave it out")
-
-    def _first_given(self, *names: str) -> str | None:
-        """First of some keys that differs from its default."""
-        kind: Any = type(self)
-        declared = kind.__pydantic_fields__
-        return next((name for name in names if getattr(self, name) != declared[name].default), None)

@@ -21,7 +21,6 @@ from poss_jax.config.numbers import (
     Decay,
     Depth,
     Fraction,
-    NumEpochs,
     NumTokens,
     Positive,
     PositiveOrZero,
@@ -79,8 +78,6 @@ class ObjectiveConfig:
         of_tokens = self.probability_weight + self.top_k_weight + self.lk_weight
         if not self.feature_weight + of_tokens:
             raise ValueError("want a weight above 0, got none")
-        if self.normalised_features and not self.feature_weight:
-            raise ValueError("normalised_features wants a feature_weight above 0; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -266,7 +263,7 @@ class TrainConfig:
     features: FeaturesConfig = Field(default_factory=FeaturesConfig)
     dtype: Literal["float32", "bfloat16"] | None = None
     num_tokens: NumTokens | None = None
-    num_epochs: NumEpochs | None = None
+    num_epochs: Positive | None = None
     batch_size: Count = 8
     seed: Seed = 0
     checkpoint_every: Count = 500
@@ -301,8 +298,6 @@ class TrainConfig:
             )
         if (self.num_tokens is None) == (self.num_epochs is None):
             raise ValueError("want either num_tokens or num_epochs; set the other to null")
-        if self.num_tokens is not None and self.num_steps >= 2**31:
-            raise ValueError(f"num_tokens {self.num_tokens} are {self.num_steps} steps; lower it")
         self._check_draft()
 
     def _check_draft(self) -> None:

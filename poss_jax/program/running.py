@@ -189,13 +189,9 @@ def _keep_traceback(error: Exception) -> str:
     program = f"poss_jax {__version__}, Python {platform.python_version()}"
     lines = [f"arguments: {sys.argv}", program, ", ".join(versions), ""]
     text = "\n".join([*lines, "".join(traceback.format_exception(error))])
-    try:
-        file, path = tempfile.mkstemp(".txt", "poss_jax-traceback-")
-        with open(file, "w", errors="replace") as writer:
-            writer.write(text)
-    except OSError:
-        sys.stderr.write(text)
-        return "the traceback is above, since it could not be written to a file"
+    file, path = tempfile.mkstemp(".txt", "poss_jax-traceback-")
+    with open(file, "w", errors="replace") as writer:
+        writer.write(text)
     return f"the traceback is in {path}"
 
 

@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import jax
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -28,7 +28,7 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.engine.device import device_memory
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.scheduler import Closed, Scheduler
+from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.slots import Slots
 from poss_jax.program.options import choose_sampling, load_engine
 from poss_jax.serving.bodies import (
@@ -173,6 +173,13 @@ async def _warm_up(service: Service) -> None:
         _LOG.warning("%s in %.0f s", scheduler.compilation, time.monotonic() - begun)
 
 
+async def _find_service(request: Request) -> Service:
+    return request.app.state.service
+
+
+ServiceOf = Annotated[Service, Depends(_find_service)]
+
+
 def _add_state(app: FastAPI) -> None:
     """Adds the endpoints for health, version and metrics."""
 
@@ -182,16 +189,16 @@ def _add_state(app: FastAPI) -> None:
         return HTMLResponse(text, headers={"content-security-policy": _CSP})
 
     @app.get("/health")
-    async def health(request: Request) -> Response:
+    async def health(service: ServiceOf) -> Response:
         """Alive: the thread that decodes has not failed."""
-        if service_of(request).scheduler.error is not None:
+        if service.scheduler.error is not None:
             raise ApiError(503, "decoding failed; restart the server")
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready")
-    async def ready(request: Request) -> Response:
+    async def ready(service: ServiceOf) -> Response:
         """Ready: answers requests. Some sizes of batch may still be compiled."""
-        service, progress = service_of(request), str(service_of(request).scheduler.compilation)
+        progress = str(service.scheduler.compilation)
         if not service.is_ready:
             message = "draining" if service.is_draining else f"starting: {progress}"
             raise ApiError(503, message, retry_after=1)
@@ -204,9 +211,9 @@ def _add_state(app: FastAPI) -> None:
         return JSONResponse({"version": __version__})
 
     @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
+    async def metrics(service: ServiceOf) -> Response:
         """Metrics in Prometheus' format."""
-        text = service_of(request).metrics.render()
+        text = service.metrics.render()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -214,56 +221,51 @@ def add_api(app: FastAPI) -> None:
     """Adds the endpoints of the OpenAI API, for tokens, and their page."""
 
     @app.get("/v1/models")
-    async def models(request: Request) -> Response:
+    async def models(service: ServiceOf) -> Response:
         """The one model."""
-        return JSONResponse({"object": "list", "data": [service_of(request).about_model]})
+        return JSONResponse({"object": "list", "data": [service.about_model]})
 
     @app.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> Response:
+    async def model(service: ServiceOf, name: str) -> Response:
         """The one model, by its name."""
-        service = service_of(request)
         service.check_model(name)
         return JSONResponse(service.about_model)
 
     @app.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
-    async def completions(request: Request) -> Response:
+    async def completions(request: Request, service: ServiceOf) -> Response:
         """Continues prompts."""
-        service = service_of(request)
         _, job = await service.read(request, CompletionRequest, read_completion)
         return await service.answer(request, job)
 
     @app.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
-    async def chat(request: Request) -> Response:
+    async def chat(request: Request, service: ServiceOf) -> Response:
         """Answers a chat."""
-        service = service_of(request)
         _, job = await service.read(request, ChatRequest, read_chat)
         return await service.answer(request, job)
 
     @app.post("/v1/responses", openapi_extra=schema_of(ResponseRequest))
-    async def responses(request: Request) -> Response:
+    async def responses(request: Request, service: ServiceOf) -> Response:
         """Answers an input of messages, calls and their results."""
-        service = service_of(request)
         body, job = await service.read(request, ResponseRequest, read_response)
         return await service.answer(request, job, partial(ResponseReply, body))
 
     @app.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
-    async def tokenize(request: Request) -> Response:
+    async def tokenize(request: Request, service: ServiceOf) -> Response:
         """Token ids of a text, as /v1/completions would read it, or of a chat."""
-        service = service_of(request)
         _, ids = await service.read(request, TokenizeRequest, read_text)
         max_length = service.limits.max_length
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": max_length})
 
     @app.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
-    async def detokenize(request: Request) -> Response:
+    async def detokenize(request: Request, service: ServiceOf) -> Response:
         """The text of token ids."""
-        _, text = await service_of(request).read(request, DetokenizeRequest, read_tokens)
+        _, text = await service.read(request, DetokenizeRequest, read_tokens)
         return JSONResponse({"prompt": text})
 
     @app.get("/tokenizer_info")
-    async def tokenizer_info(request: Request) -> Response:
+    async def tokenizer_info(service: ServiceOf) -> Response:
         """Special tokens and the chat template."""
-        return JSONResponse(read_tokenizer(service_of(request).engine))
+        return JSONResponse(read_tokenizer(service.engine))
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> Response:
@@ -277,23 +279,24 @@ def add_api(app: FastAPI) -> None:
 def add_errors(app: FastAPI) -> None:
     """Lets all errors be written as the API writes them."""
 
-    async def of_http(_: Request, error: Any) -> Response:
-        if isinstance(error, ApiError):
-            return error.response()
-        response = ApiError(error.status_code, str(error.detail)).response()
-        response.headers.update(error.headers or {})
-        return response
+    async def respond(_: Request, error: Any) -> Response:
+        match error:
+            case ApiError():
+                return error.response()
+            case QueueFull():
+                error = ApiError(429, "too many requests wait; try again", retry_after=1)
+            case Closed():
+                error = ApiError(503, "the server stops; try another one", retry_after=1)
+            case HTTPException():
+                response = ApiError(error.status_code, str(error.detail)).response()
+                response.headers.update(error.headers or {})
+                return response
+            case _:
+                error = ApiError(500, "an error of the server; see its log")
+        return error.response()
 
-    async def of_anything(*_: Any) -> Response:
-        return ApiError(500, "an error of the server; see its log").response()
-
-    app.add_exception_handler(HTTPException, of_http)
-    app.add_exception_handler(Exception, of_anything)
-
-
-def service_of(request: Request) -> Service:
-    """The service of the application that a request came to."""
-    return request.app.state.service
+    for kind in (QueueFull, Closed, HTTPException, Exception):
+        app.add_exception_handler(kind, respond)
 
 
 def _list_endpoints(schema: dict[str, Any]) -> str:

@@ -1,10 +1,8 @@
 """Chats of requests -> messages and tools, and how the chat template is to write them."""
 
-import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 
 from poss_jax.config.decoding import ServeConfig
@@ -22,14 +20,11 @@ from poss_jax.serving.bodies import (
 )
 from poss_jax.serving.tools import FORMS, Caller, call_grammar, find_format, marks_of
 
-_LOG = logging.getLogger(__package__)
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers accepts any of them
 _OWN_VARIABLES = (
     *("messages", "conversations", "tools", "chat_template", "add_generation_prompt", "tokenize"),
     *("continue_final_message", "return_assistant_tokens_mask"),
 )
-_READ = re.compile(r"[.'\"](\w+)")  # an attribute, or the beginning of what is quoted
 _WORD = re.compile("""['"]([A-Za-z][A-Za-z0-9_-]*)['"]""")  # quoted
 
 
@@ -43,14 +38,11 @@ def read_messages(engine: Engine, sent: Sequence[Message]) -> list[dict[str, Any
     if engine.tokenizer is None:
         return messages
     template = str(engine.tokenizer.chat_template or "")
-    roles, read_fields = {*_ROLES, *_WORD.findall(template)}, _fields_read_by(template)
+    roles = {*_ROLES, *_WORD.findall(template)}
     for message in messages:
         if message["role"] not in roles:  # neither the API's nor named in the template
             choices, got = ", ".join(_ROLES), cut(ascii(message["role"]))
             raise BadField("messages", f"want a role of {choices}, got {got}")
-    names = (name for message in messages for name, value in message.items() if value)
-    if unused := next((name for name in names if name not in read_fields), None):
-        _warn_of_unused(cut(ascii(unused)))
     has_calls = any("tool_calls" in message for message in messages)
     if has_calls and escapes_arguments(engine.tokenizer):
         messages = [_with_objects(message) for message in messages]
@@ -141,14 +133,3 @@ def _read_message(message: Message) -> dict[str, Any]:
     extra = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
     # With tool calls, templates treat missing content differently from an empty one.
     return {"role": message.role, "content": content if extra else content or "", **extra}
-
-
-@lru_cache(maxsize=8)
-def _fields_read_by(template: str) -> frozenset[str]:
-    names = {*_READ.findall(template), *_WORD.findall(template)}
-    return frozenset(names if names.isdisjoint(_REASONING) else names.union(_REASONING))
-
-
-@lru_cache(maxsize=256)  # once per field
-def _warn_of_unused(name: str) -> None:
-    _LOG.warning("the chat template does not read the field %s of a message", name)

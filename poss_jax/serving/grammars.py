@@ -51,9 +51,10 @@ def _read_response_format(body: CommonRequest) -> Grammar | None:
 def _read_structured_outputs(body: CommonRequest) -> Grammar | None:
     name, fields = "structured_outputs", body.structured_outputs or {}
     # Empty values say something: any JSON, no choice, the empty text.
-    absent = {"json_object": (None, False)}
-    fields = {key: value for key, value in fields.items() if value not in absent.get(key, (None,))}
+    fields = {key: value for key, value in fields.items() if value is not None}
     fields.pop("disable_any_whitespace", None)  # white space between parts of JSON is fixed
+    if fields.get("json_object") is False:
+        del fields["json_object"]
     if not fields:
         return None
     if len(fields) > 1:

@@ -87,33 +87,21 @@ class Guard:
                 message = {"type": message["type"]}
             await send(message)
 
+        error = self._refuse(scope, headers)
+        is_counted = error is None and scope["path"] not in _OPEN
+        self._num_requests += is_counted
         try:
-            error = self._refuse(scope, headers)
-            if error is None:
-                await self._serve(scope, body.receive, send_on)
-            else:
-                await error.response()(scope, receive, send_on)
+            app = self._app if error is None else error.response()
+            await app(scope, body.receive, send_on)
         finally:
+            self._num_requests -= is_counted
             entry = {"id": request_id, "method": scope["method"], "path": scope["path"]}
             milliseconds = round(1000 * (time.monotonic() - begun))
             entry |= {"status": status, "milliseconds": milliseconds, **notes}
             _LOG.info("%s", json.dumps(entry))
 
-    async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Lets the application answer unless it is full; probes are always answered."""
-        is_open = scope["path"] in _OPEN
-        if self._num_requests >= self._max_requests and not is_open:
-            error = ApiError(503, "too many requests; try again", retry_after=1)
-            await error.response()(scope, receive, send)
-            return
-        self._num_requests += not is_open
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._num_requests -= not is_open
-
     def _refuse(self, scope: Message, headers: dict[bytes, bytes]) -> ApiError | None:
-        length = headers.get(b"content-length", b"0")
+        length, is_open = headers.get(b"content-length", b"0"), scope["path"] in _OPEN
         if not _LENGTH.fullmatch(length) or int(length) > self.most_bytes:
             return self.too_large()
         if self._api_key is None:
@@ -121,17 +109,17 @@ class Guard:
             # otherwise read answers.
             name = headers.get(b"host", b"").decode("latin-1")
             plain = name.rpartition(":")[0] if _PORT.search(name) else name
-            if _LOCAL_NAME.fullmatch(name) or self._hosts & {"*", plain.lower()}:
-                return None
-            message = "Host: want localhost, an address or the name of an --allowed-host; with an "
-            return ApiError(403, f"{message}API key any name will do")
-        if scope["path"] in _OPEN:
-            return None
-        match = _BEARER.fullmatch(headers.get(b"authorization", b""))
-        if match is not None and hmac.compare_digest(match[1], self._api_key):
-            return None
-        message = "want the API key in the header Authorization, as Bearer KEY"
-        return ApiError(401, message, code="invalid_api_key")
+            if not (_LOCAL_NAME.fullmatch(name) or self._hosts & {"*", plain.lower()}):
+                message = "Host: want localhost, an address or the name of an --allowed-host; "
+                return ApiError(403, f"{message}with an API key any name will do")
+        elif not is_open:
+            match = _BEARER.fullmatch(headers.get(b"authorization", b""))
+            if match is None or not hmac.compare_digest(match[1], self._api_key):
+                message = "want the API key in the header Authorization, as Bearer KEY"
+                return ApiError(401, message, code="invalid_api_key")
+        if self._num_requests >= self._max_requests and not is_open:  # probes are always answered
+            return ApiError(503, "too many requests; try again", retry_after=1)
+        return None
 
     def too_large(self) -> ApiError:
         """Says how large a body may be."""

@@ -31,8 +31,10 @@ from poss_jax.serving.replies import KEEP_ALIVE, Reply, event
 from poss_jax.serving.requests import Job, read_chat
 from poss_jax.serving.tools import Call
 
-_HELD = ("previous_response_id", "conversation", "prompt", "background", "context_management")
-_OF_CHATS = ("n", "max_tokens", "response_format", "logprobs", "top_logprobs", "max_tool_calls")
+_REFUSED = (
+    *("previous_response_id", "conversation", "prompt", "background", "context_management"),
+    *("n", "max_tokens", "response_format", "logprobs", "top_logprobs", "max_tool_calls"),
+)
 _NOTHING = (None, False, 0, [])
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 _REPEATED = ("metadata", "text", "tools", "tool_choice")  # in the response, as they came
@@ -103,12 +105,9 @@ def read_response(engine: Engine, config: ServeConfig, body: ResponseRequest) ->
 
 
 def _check(body: ResponseRequest) -> None:
-    """Refuses what needs a memory, and what is not served here."""
+    """Refuses what is not served here, such as what needs a memory."""
     extra = body.model_extra or {}
-    for name in _HELD:
-        if extra.get(name) not in _NOTHING:
-            raise BadField(name, "not served, since nothing is stored")
-    refused = [name for name in _OF_CHATS if getattr(body, name, extra.get(name)) not in _NOTHING]
+    refused = [name for name in _REFUSED if getattr(body, name, extra.get(name)) not in _NOTHING]
     refused += ["truncation"] if body.truncation not in (None, "disabled") else []
     refused += ["include"] if set(body.include or ()) - {"reasoning.encrypted_content"} else []
     for name in refused:

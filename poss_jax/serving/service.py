@@ -1,17 +1,6 @@
 """The service behind the endpoints: reads requests, submits them, answers them, and measures.
 
-Metrics are in Prometheus' text format, with the names that vLLM and inference gateways use after
-`poss:`; those that vLLM has, too, follow under its own names.
-
-poss:num_requests_waiting            gauges: requests in the queue, decoded, share of slots in use
-poss:num_requests_running
-poss:kv_cache_usage_perc
-poss:time_to_first_token_seconds     histograms, from the arrival of a request
-poss:time_per_output_token_seconds
-poss:e2e_request_latency_seconds
-poss:prefix_cache_queries_total      counters: tokens of prompts; those that were not read, since
-poss:prefix_cache_hits_total         earlier prompts began with them
-poss:spec_decode_num_accepted_tokens_per_pos_total     counter by position, the first is 0
+Metrics are in Prometheus' format, with the names of vLLM and inference gateways after `poss:`.
 """
 
 import asyncio
@@ -33,7 +22,7 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
+from poss_jax.engine.scheduler import Closed, Scheduler
 from poss_jax.engine.streams import Chunks, Ticket, merge
 from poss_jax.serving.bodies import ApiError, parse_body, receive_body
 from poss_jax.serving.guard import NOTES
@@ -43,7 +32,6 @@ from poss_jax.serving.requests import Job, add_guides, submit_grammar
 _KEEP_ALIVE_SECONDS = 10.0
 _POLL_SECONDS = 0.25
 _LARGE_BYTES = 2**16
-_STOPS = "the server stops; try another one"
 _VLLM_NAMES = {
     f"poss:{name}": f"vllm:{name}"
     for name in (
@@ -131,29 +119,21 @@ class Service:
             message, code = f"want the model {self.model}", "model_not_found"
             raise ApiError(404, message, param="model", code=code)
 
-    def submit(self, job: Job) -> list[Ticket]:
+    async def _submit(self, job: Job) -> list[Ticket]:
         """Puts all choices of a request into the queue, or none.
 
-        Raises:
-          ApiError: the queue is full, or the server stops.
+        In a thread if an answer is continued, since its text is decoded first.
         """
-        try:
-            return self.scheduler.submit_all(
-                job.prompts,
-                stop=job.stop,
-                has_logprobs=job.num_logprobs is not None,
-                timeout=self.config.timeout_seconds,
-            )
-        except QueueFull as error:
-            raise ApiError(429, "too many requests wait; try again", retry_after=1) from error
-        except Closed as error:
-            raise ApiError(503, _STOPS, retry_after=1) from error
-
-    async def _submit_beside(self, job: Job) -> list[Ticket]:
-        """Submits; in a thread if an answer is continued, since its text is decoded first."""
+        submit = partial(
+            self.scheduler.submit_all,
+            job.prompts,
+            stop=job.stop,
+            has_logprobs=job.num_logprobs is not None,
+            timeout=self.config.timeout_seconds,
+        )
         if not any(prompt.num_continued for prompt in job.prompts):
-            return self.submit(job)
-        submitted = asyncio.create_task(asyncio.to_thread(self.submit, job))
+            return submit()
+        submitted = asyncio.create_task(asyncio.to_thread(submit))
         try:
             return await asyncio.shield(submitted)
         except asyncio.CancelledError:
@@ -165,7 +145,11 @@ class Service:
     async def answer(
         self, request: Request, job: Job, kind: Callable[..., Reply] = Reply
     ) -> Response:
-        """Answers a request, as one body or as a stream of events."""
+        """Answers a request, as one body or as a stream of events.
+
+        Raises:
+          QueueFull, Closed: no further answer is taken.
+        """
         arrived, compiled = time.monotonic(), self.scheduler.stats.compile_seconds
         if job.grammar is not None:
             compiling = await asyncio.to_thread(submit_grammar, self.engine, job.grammar)
@@ -175,7 +159,7 @@ class Service:
         reply = kind(self.engine, job, model=self.model)
         if job.scores_prompt:
             await self._score(job, reply)
-        tickets = await self._submit_beside(job)
+        tickets = await self._submit(job)
         interval = self.config.stream_interval_seconds if job.is_streamed else _KEEP_ALIVE_SECONDS
         chunks = merge(tickets, patience=_KEEP_ALIVE_SECONDS, interval=interval)
         note_wait = partial(self._note_wait, request.scope.get(NOTES, {}), job, arrived, compiled)
@@ -194,11 +178,8 @@ class Service:
             prompt = job.prompts[index * job.num_choices]
             reply.take_scores(index, self.scheduler.score(prompt.ids))
 
-        try:
-            for index in range(len(job.prompts) // job.num_choices):
-                await asyncio.get_running_loop().run_in_executor(self._scorer, score, index)
-        except Closed as error:
-            raise ApiError(503, _STOPS, retry_after=1) from error
+        for index in range(len(job.prompts) // job.num_choices):
+            await asyncio.get_running_loop().run_in_executor(self._scorer, score, index)
 
     def _note_wait(self, notes: dict[str, Any], job: Job, arrived: float, compiled: float) -> None:
         """Notes for the access log how long a request's first token waited for compilation.
