@@ -81,7 +81,7 @@ def test_the_smallest_size_of_a_coverage() -> None:
         ({"tokens": None}, "missing key 'tokens'"),
         ({"vocab_size": 10}, "want a draft vocabulary of 9 tokens, .* got one made for 10; count"),
         ({"coverage": 2}, "coverage: "),
-        ({"ids": []}, "unknown key 'ids'; want one of 'vocab_size', 'tokens'"),
+        ({"ids": []}, "unknown key 'ids'; want one of vocab_size, tokens"),
     ],
 )
 def test_what_is_refused(values: dict[str, Any], error: str, tmp_path: Path) -> None:

@@ -10,13 +10,12 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from poss_jax.config.decoding import AnswerConfig
-from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import (
     Key,
     UserError,
@@ -59,29 +58,6 @@ _SHOWN = {
 """Keys whose options `--help` shows, by heading and in this order; `--help-all` has the others."""
 
 
-class Option(NamedTuple):
-    """An option that names a key."""
-
-    flag: str  # such as --tree-depth
-    key: str  # such as tree.depth
-    declaration: Key
-
-
-def list_options(kind: Any, also: Sequence[str] = ()) -> list[Option]:
-    """Lists the options of a config dataclass: its keys, the keys of `sampling` and `tree`, `also`.
-
-    Args:
-      also: keys of other sections that get an option.
-    """
-    options = []
-    for key, declaration in list_keys(kind).items():
-        section, _, name = key.rpartition(".")
-        if not declaration.is_section and (section in ("", "sampling", "tree") or key in also):
-            name = f"tree_{name}" if section == "tree" else name
-            options.append(Option(f"--{_NAMES.get(key, name).replace('_', '-')}", key, declaration))
-    return options
-
-
 def read_arguments(
     kind: type[ConfigT],
     arguments: Sequence[str] | None,
@@ -95,7 +71,7 @@ def read_arguments(
 
     Args:
       arguments: words of the command line; None: the process's.
-      also: see `list_options`.
+      also: keys that get an option besides those of the first level, of `sampling` and of `tree`.
       actions: options that are not settings, such as --overwrite, as argparse takes them.
 
     Returns:
@@ -104,14 +80,26 @@ def read_arguments(
     Raises:
       UserError: an unknown option (with the nearest one), a missing key, or a wrong value.
     """
-    words = sys.argv[1:] if arguments is None else arguments
-    options = list_options(kind, also)
-    parser = _make_parser(
-        kind, options, actions, prog=prog, doc=doc, shows_all="--help-all" in words
+    words, keys = sys.argv[1:] if arguments is None else arguments, list_keys(kind)
+    flags: dict[str, str] = {}  # of keys
+    for key, declaration in keys.items():
+        section, _, name = key.rpartition(".")
+        if not declaration.is_section and (section in ("", "sampling", "tree") or key in also):
+            name = f"tree_{name}" if section == "tree" else _NAMES.get(key, name)
+            flags[key] = f"--{name.replace('_', '-')}"
+    takes_model, shows_all = issubclass(kind, AnswerConfig), "--help-all" in words
+    usage = f"%(prog)s {'[MODEL] ' * takes_model}[options] [section.key=value ...]"
+    parser = Parser(
+        module=prog,
+        usage=usage,
+        description=describe(doc, shows_all=shows_all),
+        epilog=_describe_other_keys(keys, flags, shows_all=shows_all),
+        add_help=False,
     )
+    _add_arguments(parser, keys, flags, actions, shows_all=shows_all)
     args = parser.parse_intermixed_args(words)
     model, overrides = {}, args.overrides
-    if overrides and "=" not in overrides[0] and issubclass(kind, AnswerConfig):
+    if overrides and "=" not in overrides[0] and takes_model:
         if args.target is not None:
             got = shorten(overrides[0])
             raise UserError(f"{got} and --target: both name the target; leave out one")
@@ -119,12 +107,12 @@ def read_arguments(
     values = read_values(args.config, overrides) | model
     given_as = name_overrides(overrides) | dict.fromkeys(model, "MODEL")
     if getattr(args, "tree", None) is not None:
-        _set_tree(values, args.tree, kind)
+        _set_tree(values, args.tree, keys)
         given_as["tree"] = "--tree"
-    chosen = {o: getattr(args, o.key) for o in options if getattr(args, o.key) is not None}
-    for option, value in chosen.items():
-        _set(values, option, value, _defaults(kind).get("tree"))
-    given_as |= {option.key: option.flag for option in chosen}
+    for key, flag in flags.items():
+        if (value := getattr(args, key)) is not None:
+            _set(values, key, value, keys, flag)
+            given_as[key] = flag
     return build_config(kind, values, origin=args.config or "options", given_as=given_as), args
 
 
@@ -132,41 +120,31 @@ def read_arguments(
 # Help: what most people need on one screen, or all
 
 
-def _make_parser(
-    kind: Any,
-    options: Sequence[Option],
+def _add_arguments(
+    parser: argparse.ArgumentParser,
+    keys: Mapping[str, Key],
+    flags: Mapping[str, str],
     actions: Actions,
     *,
-    prog: str,
-    doc: str | None,
     shows_all: bool,
-) -> argparse.ArgumentParser:
-    """Makes the parser of a program; its help begins with what most people need."""
-    keys, defaults = list_keys(kind), _defaults(kind)
-    parser = Parser(
-        module=prog,
-        usage=f"%(prog)s {'[MODEL] ' * issubclass(kind, AnswerConfig)}[options] "
-        "[section.key=value ...]",
-        description=describe(doc, shows_all=shows_all),
-        epilog=_describe_other_keys(keys, options, shows_all=shows_all),
-        add_help=False,
-    )
+) -> None:
+    """Adds the arguments of a program; the help begins with what most people need."""
     text = "Set a key of the config." if shows_all else argparse.SUPPRESS
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
-    remaining = {option.key: option for option in options}
+    remaining = dict(flags)
     for title, names in _SHOWN.items():
         group = parser.add_argument_group(title)
         for flag, settings in actions.items() if title == "run" else ():
             group.add_argument(flag, **settings)
-        if title == "speed" and "tree" in defaults:
-            text = _TREE_HELP if "trees" in defaults else _TREE_HELP.replace(", none", "")
+        if title == "speed" and "tree" in keys:
+            text = _TREE_HELP if "trees" in keys else _TREE_HELP.replace(", none", "")
             group.add_argument("--tree", metavar="D/K/N", help=text)
-        for option in [remaining.pop(key) for key in names.split() if key in remaining]:
-            _add(group, option, defaults.get("tree"))
+        for key in [key for key in names.split() if key in remaining]:
+            _add(group, remaining.pop(key), key, keys)
     group = parser.add_argument_group("more" if shows_all else "required")
-    for option in remaining.values():
-        action = _add(group, option, defaults.get("tree"))
-        if not (shows_all or option.declaration.is_required):
+    for key, flag in remaining.items():
+        action = _add(group, flag, key, keys)
+        if not (shows_all or keys[key].is_required):
             action.help = argparse.SUPPRESS
     group = parser.add_argument_group("help and config")
     group.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
@@ -177,7 +155,6 @@ def _make_parser(
     add_version(group)
     for action in () if shows_all else parser._actions:
         action.help = _shorten_help(action.help or "")
-    return parser
 
 
 def describe(doc: str | None, *, shows_all: bool) -> str:
@@ -190,11 +167,10 @@ def describe(doc: str | None, *, shows_all: bool) -> str:
 
 
 def _describe_other_keys(
-    keys: Mapping[str, Key], options: Sequence[Option], *, shows_all: bool
+    keys: Mapping[str, Key], flags: Mapping[str, str], *, shows_all: bool
 ) -> str:
     """Describes the keys that have no option; in short names their sections, and --help-all."""
-    names = keys.keys() - {option.key for option in options}
-    further = {key: row for key, row in keys.items() if key in names and not row.is_section}
+    further = {key: row for key, row in keys.items() if not (row.is_section or key in flags)}
     if not shows_all:
         sections = ", ".join(dict.fromkeys(key.split(".")[0] for key in further))
         more = f", and the keys of {sections}" if sections else ""
@@ -206,27 +182,23 @@ def _describe_other_keys(
     return "\n".join(["further keys:", *lines]) if lines else ""
 
 
-def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action:
-    """Adds one option; without a `tree`, the help names the device's tree as the default.
-
-    The option's text is checked when the config is built.
-    """
-    default, kind = option.declaration.default, _kind(option)
-    text = option.declaration.help
-    action: dict[str, Any] = {"metavar": _metavar(option)}
+def _add(group: Any, flag: str, key: str, keys: Mapping[str, Key]) -> argparse.Action:
+    """Adds the option of a key, whose text is checked when the config is built."""
+    default, kind, text = keys[key].default, _kind(keys[key]), keys[key].help
+    action: dict[str, Any] = {"metavar": _metavar(key, keys)}
     if kind is bool:
         text = f"Do not {text[0].lower()}{text[1:]}" if default else text
         action = {"action": "store_const", "const": not default}
     elif kind in (dict, tuple):
         action["action"] = "append"
         text += " The option may be repeated."
-    elif option.key.startswith("tree.") and tree is None:
+    elif key.startswith("tree.") and keys["tree"].default is None:
         text += " (default: the device's)"
-    elif option.key.startswith("sampling.") and default is None:
+    elif key.startswith("sampling.") and default is None:
         text += " (default: the model's)"
     else:
-        text = _help_of(option.declaration)
-    return group.add_argument(option.flag, dest=option.key, help=text.replace("%", "%%"), **action)
+        text = _help_of(keys[key])
+    return group.add_argument(flag, dest=key, help=text.replace("%", "%%"), **action)
 
 
 def _help_of(key: Key) -> str:
@@ -255,13 +227,13 @@ _TREE_HELP = (
 _CHAIN, _SIZES = re.compile(r"chain:(\d{1,9})"), re.compile(r"(\d{1,9})/(\d{1,9})/(\d{1,9})")
 
 
-def _set_tree(values: dict[str, Any], text: str, kind: Any) -> None:
+def _set_tree(values: dict[str, Any], text: str, keys: Mapping[str, Key]) -> None:
     """Sets the keys that `--tree` stands for; a file of trees that the config names is dropped.
 
     Raises:
       UserError: it is not one of the four spellings, or none where no draft can be left out.
     """
-    has_trees, default = "trees" in _defaults(kind), _defaults(kind).get("tree")
+    has_trees, default = "trees" in keys, keys["tree"].default
     if has_trees:
         values["trees"] = None
     if text == "auto":
@@ -292,43 +264,38 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return number
 
 
-def _defaults(kind: Any) -> dict[str, Any]:
-    """Default per setting; for `tree` None is the device's."""
-    return {field.name: field.default for field in fields(kind)}
-
-
-def _kind(option: Option) -> type:
+def _kind(key: Key) -> type:
     """Type of an option's values: bool, dict, tuple, or str for all that is one text."""
-    parts = str(option.declaration.annotation)
-    if option.declaration.annotation is bool:
+    text = str(key.annotation)
+    if key.annotation is bool:
         return bool
-    return dict if parts.startswith("dict") else tuple if parts.startswith("tuple") else str
+    return dict if text.startswith("dict") else tuple if text.startswith("tuple") else str
 
 
-def _metavar(option: Option) -> str:
-    text = str(option.declaration.annotation)
+def _metavar(key: str, keys: Mapping[str, Key]) -> str:
+    text = str(keys[key].annotation)
     choices = re.findall(r"'([^']+)'", text) if "Literal" in text else []
     by_type = "NAME" if "str" in text else "X" if "float" in text else "N"
-    named = (name for name, keys in _METAVARS.items() if option.key in keys.split())
+    named = (name for name, listed in _METAVARS.items() if key in listed.split())
     return next(named, "|".join(choices) or by_type)
 
 
-def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig | None) -> None:
-    """Sets the key of an option in nested values; a tree begins as `tree`, None: the device's."""
-    if option.key == "drafts":  # a folder's own name is its name in reports
+def _set(values: dict[str, Any], key: str, value: Any, keys: Mapping[str, Key], flag: str) -> None:
+    """Sets a key in nested values to what its option was given; a tree begins as the default."""
+    if key == "drafts":  # a folder's own name is its name in reports
         value = [text if "=" in text else f"{Path(text).name}={text}" for text in value]
-    if _kind(option) is dict:
+    if _kind(keys[key]) is dict:
         pairs = [text.partition("=") for text in value]
         if len({name for name, _, _ in pairs}) < len(pairs) or not all(map(all, pairs)):
-            syntax = _metavar(option)
-            raise UserError(f"{option.flag}: want {syntax}, each name once, got {shorten(value)}")
+            syntax = _metavar(key, keys)
+            raise UserError(f"{flag}: want {syntax}, each name once, got {shorten(value)}")
         value = {name: text for name, _, text in pairs}
-    *sections, name = option.key.split(".")
+    *sections, name = key.split(".")
     for section in sections:
         if section == "tree" and values.get(section) is None:
             from poss_jax.engine.trees import default_tree  # imports JAX, which asks for devices
 
-            values[section] = asdict(tree or default_tree())
+            values[section] = asdict(keys["tree"].default or default_tree())
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             return  # `build_config` refuses it
