@@ -37,7 +37,7 @@ from poss_jax.model.families.eagle3 import default_fields
 from poss_jax.model.quantise import quantise_target
 from poss_jax.model.target import init_target
 from poss_jax.serving.app import create_app
-from poss_jax.serving.server import listen, make_server
+from poss_jax.serving.server import DrainingServer, listen
 from poss_jax.shapes import Params
 
 RECORDED = {
@@ -199,7 +199,7 @@ def serving(engine: Engine, num_slots: int, max_length: int) -> Iterator[str]:
     slots = GreedySlots(engine, sizes=[num_slots], max_length=max_length)
     config = ServeConfig(target="random", batch_size=num_slots, max_length=max_length)
     app = create_app(config, slots=slots)
-    server = make_server(app, config, api_key=None)
+    server = DrainingServer(app, config, api_key=None)
     patch = mock.patch.object(speculate, "run_round", forced_round)
     with closing(listen("127.0.0.1", 0)) as sock, patch:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)

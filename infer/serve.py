@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             from poss_jax.serving.app import create_app, make_slots
             from poss_jax.serving.guard import read_api_key
-            from poss_jax.serving.server import listen, make_server
+            from poss_jax.serving.server import DrainingServer, listen
         except ImportError as error:
             raise UserError(f"{error.name} is missing; pip install 'poss-jax[serve]'") from error
     config, key = _on_all_devices(config), read_api_key()
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             slots = make_slots(load_engine(config), config)
         logging.getLogger("poss_jax.access").setLevel(logging.INFO)
         app = create_app(config, slots=slots)
-        server = make_server(app, config, api_key=key)
+        server = DrainingServer(app, config, api_key=key)
         server.run(sockets=[sock])
     if server.error is not None:
         raise SystemExit(1)  # the log has it

@@ -29,7 +29,7 @@ from poss_jax.engine.scheduler import Scheduler
 from poss_jax.engine.slots import Slots
 from poss_jax.serving.app import create_app
 from poss_jax.serving.requests import Job, add_guides, submit_grammar
-from poss_jax.serving.server import DrainingServer, listen, make_server
+from poss_jax.serving.server import DrainingServer, listen
 from poss_jax.serving.service import Service
 
 MODEL = "tiny"
@@ -109,7 +109,7 @@ def serving(
         if not has_grammars:
             patch.setattr("poss_jax.serving.app.Slots", WithoutGrammars)
         app = create_app(config, engine)
-        server = make_server(app, config, api_key=api_key)
+        server = DrainingServer(app, config, api_key=api_key)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         until(lambda: server.started or not thread.is_alive())

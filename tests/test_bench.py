@@ -211,7 +211,7 @@ def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) ->
         ("--target nowhere", "model folder nowhere does not exist"),
         ("", "want --target DIR, or the default model, whose weights are not here; fetch them"),
         ("--target {target} --draft ={eagle}", "want [NAME=]DIR"),
-        ("--target {target} --draft A={eagle} --draft A={poss2}", "--draft: want [NAME=]DIR, each name once"),
+        ("--target {target} --draft A={eagle} --draft A={poss2}", "each name once, got"),
         ("--target {target} --draft autoregressive={eagle}", "is the baseline's name"),
         ("--target {target} --draft A={target}", "want a draft, got a target"),
         ("--target {target} --prompts nowhere.jsonl", "nowhere.jsonl: want a readable file"),

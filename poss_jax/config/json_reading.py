@@ -46,12 +46,7 @@ def parse_json(
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
         value = json.loads(text, object_pairs_hook=object_hook)
-    except UnicodeDecodeError as error:
-        raise JsonError(f"not UTF-8 ({error.reason} at byte {error.start + 1})") from error
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno} " if error.lineno > 1 else ""
-        raise JsonError(f"{error.msg} at {line}column {error.colno}") from error
-    except ValueError as error:  # a number of more digits than Python reads
+    except ValueError as error:  # the part behind a semicolon is for programmers
         raise JsonError(str(error).partition(";")[0]) from error
     except RecursionError as error:
         raise JsonError(too_deep) from error

@@ -111,14 +111,13 @@ def read_values(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[
     values = {} if path is None else read_yaml(Path(path))
     for override in overrides:
         key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"override {cut(override)!r}: want section.key=value")
         try:
             value = parse_yaml(text)
         except ValueError as error:
-            raise UserError(
-                f"{_name_override(override)}: want a YAML value, got {error}"
-            ) from error
-        if not equals or not key:
-            raise UserError(f"{_name_override(override)}: want section.key=value")
+            message = f"override {cut(override)!r}: want a YAML value, got {error}"
+            raise UserError(message) from error
         for inner in reversed(key.split(".")):
             value = {inner: value}
         _merge(values, value)
@@ -127,7 +126,7 @@ def read_values(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[
 
 def name_overrides(overrides: Sequence[str]) -> dict[str, str]:
     """Names overrides by their dotted keys, as `build_config` takes them for messages."""
-    return {text.partition("=")[0]: _name_override(text) for text in overrides}
+    return {text.partition("=")[0]: f"override {cut(text)!r}" for text in overrides}
 
 
 def read_yaml(path: Path | epath.Path, derived: frozenset[str] = frozenset()) -> dict[Any, Any]:
@@ -198,10 +197,6 @@ def printable_lines(text: str) -> str:
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Turns a config dataclass into JSON-compatible nested dicts and lists."""
     return json.loads(pydantic.TypeAdapter(type(config)).dump_json(config))
-
-
-def _name_override(override: str) -> str:
-    return f"override {cut(override)!r}"
 
 
 def _merge(into: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from poss_jax.program.running import Parser, add_version
 ConfigT = TypeVar("ConfigT")
 Actions = Mapping[str, Mapping[str, Any]]
 
-_INDENT = 6 * " "
 _MOST_EXAMPLES, _LONGEST_TEXT = 3, 100  # of the short help
 _NAMES = {"drafts": "draft", "datasets": "dataset", "allowed_hosts": "allowed_host"}
 _NAMES |= {"keeps_unfinished": "keep_unfinished", "allowed_origins": "allow_origin"}
@@ -176,7 +175,7 @@ def _describe_other_keys(
         more = f", and the keys of {sections}" if sections else ""
         return textwrap.fill(f"--help-all shows all options{more}.", 79)
     lines = [
-        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(row), 72), _INDENT)}"
+        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(row), 72), 6 * ' ')}"
         for key, row in further.items()
     ]
     return "\n".join(["further keys:", *lines]) if lines else ""

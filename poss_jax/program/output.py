@@ -44,13 +44,18 @@ def print_summary(
     """Writes the last line of a program: for people a text, else one JSON object.
 
     Args:
-      text: the same for people; "": they have seen it, None: `format_fields`.
+      text: the same for people; "": they have seen it, None: a line for each name and number.
       brief: stands for a long value unless --json asks for all of it.
     """
     if wants_json():
         shown = json.dumps(value if brief is None or "--json" in sys.argv else brief)
+    elif text is not None:
+        shown = text
     else:
-        shown = format_fields(value) if text is None else text
+        fields = [(name.replace("_", " "), _show(field)) for name, field in value.items()]
+        width = max((len(name) for name, _ in fields), default=0)
+        lines = [f"{name:{width}}  {field}" for name, field in fields if field]
+        shown = "\n".join(line for line in lines if len(line) <= _LONGEST_FIELD)
     if shown:
         sys.stdout.write(f"{shown}\n")
 
@@ -58,14 +63,6 @@ def print_summary(
 def model_text(text: str) -> str:
     """A model's text for standard output: a terminal obeys nothing in it, so shows it escaped."""
     return _CONTROL.sub(lambda c: printable(c[0]), text) if sys.stdout.isatty() else text
-
-
-def format_fields(value: dict[str, Any]) -> str:
-    """Lays out the names and numbers of a result, a line each; nested ones are left out."""
-    shown = [(name.replace("_", " "), _show(field)) for name, field in value.items()]
-    width = max((len(name) for name, _ in shown), default=0)
-    lines = [f"{name:{width}}  {text}" for name, text in shown if text]
-    return "\n".join(line for line in lines if len(line) <= _LONGEST_FIELD)
 
 
 def _show(value: Any) -> str:

@@ -71,7 +71,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_slots(engine: Engine, config: ServeConfig) -> Slots:
-    """Allocates the slots of a config (see `batch_sizes`).
+    """Allocates the slots of a config.
 
     Raises:
       UserError: what `Slots` refuses, more biases or stop ids than a request may have, or stop
@@ -79,10 +79,13 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
     """
     max_length = min(config.max_length or 8192, engine.max_length)
     engine.check_stop(config.stop, max_length)
+    sizes, max_size = [config.batch_size], config.batch_size
+    if jax.default_backend() == "cpu":  # where an empty slot costs as much as a full one
+        sizes = sorted({min(4**power, max_size) for power in range(max_size.bit_length())})
     prefix_unit = 2**30 if config.prefix_cache >= 1 else device_memory() or 0  # 0: unknown
     slots = Slots(
         engine,
-        sizes=config.slots or batch_sizes(config.batch_size),
+        sizes=config.slots or sizes,
         max_length=max_length,
         max_logprobs=config.max_logprobs,
         max_cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
@@ -92,13 +95,6 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
     num_tokens, gib = slots.prefixes.most * slots.chunk, slots.prefixes.most_bytes / 2**30
     _LOG.warning("prefix cache: room for %d tokens, at most %.2f GiB per device", num_tokens, gib)
     return slots
-
-
-def batch_sizes(max_size: int) -> list[int]:
-    """Sizes of the batch: on CPU an empty slot costs as much as a full one, elsewhere little."""
-    if jax.default_backend() != "cpu":
-        return [max_size]
-    return sorted({min(4**power, max_size) for power in range(max_size.bit_length())})
 
 
 def create_app(

@@ -221,7 +221,7 @@ def _make_job(
     prepared: list[PreparedPrompt] = []
     for prompt in prompts:
         ids = _encode(engine, config, prompt, rendering, is_bare=is_bare)
-        with _refusing(_prompt_field(prompt)):
+        with _refusing("prompt" if rendering is None else "messages"):
             base = engine.prepare(ids, limit or config.max_new_tokens, sampling, **settings)
         prepared += [base.choice(len(prepared) + choice) for choice in range(num_choices)]
     per_token, listed = (0 if n is None else 1 + n for n in (logprobs, body.prompt_logprobs))
@@ -301,10 +301,6 @@ def _refusing(param: str) -> Iterator[None]:
         raise ApiError(400, str(error), param=named if is_other else param) from error
 
 
-def _prompt_field(prompt: Prompt) -> str:
-    return "messages" if prompt and isinstance(prompt[0], dict) else "prompt"
-
-
 def _encode(
     engine: Engine,
     config: ServeConfig,
@@ -314,7 +310,8 @@ def _encode(
     is_bare: bool = False,
 ) -> list[int]:
     """Token ids of a prompt; far more text than fits is refused before it is rendered."""
-    param, max_length = _prompt_field(prompt), config.max_length or engine.max_length
+    param = "prompt" if rendering is None else "messages"
+    max_length = config.max_length or engine.max_length
     num_tokens = len(prompt) if prompt and isinstance(prompt[0], int) else 0
     length = _num_characters([prompt, rendering and [rendering.tools, rendering.variables]])
     got = f"{num_tokens:,} tokens" if num_tokens > max_length else ""

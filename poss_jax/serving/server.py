@@ -1,6 +1,6 @@
 """uvicorn's server that also finishes answers, and ends if decoding fails.
 
-server = make_server(create_app(config), config, api_key=None)
+server = DrainingServer(create_app(config), config, api_key=None)
 server.run(sockets=[listen("127.0.0.1", 8000)])
 """
 
@@ -28,10 +28,19 @@ class DrainingServer(uvicorn.Server):
     It also stops when decoding has failed, so that a supervisor can restart it.
     """
 
-    def __init__(self, settings: uvicorn.Config, app: FastAPI, *, drain_seconds: float) -> None:
-        """Makes a server; `run` serves, and finishes answers for at most `drain_seconds`."""
+    def __init__(self, app: FastAPI, config: ServeConfig, *, api_key: str | None) -> None:
+        """Makes the server of an application; `api_key`: key that requests must carry, if any."""
+        settings = uvicorn.Config(
+            guarded(app, config, api_key=api_key),
+            http="h11",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=5,
+        )
         super().__init__(settings)
-        self._app, self._drain_seconds, self._is_draining = app, drain_seconds, False
+        self._app, self._drain_seconds, self._is_draining = app, config.drain_seconds, False
 
     @property
     def error(self) -> Exception | None:
@@ -70,20 +79,6 @@ class DrainingServer(uvicorn.Server):
                     _LOG.warning("the time to finish is over; the other answers are cut")
                 service.scheduler.close()
         self.should_exit = True
-
-
-def make_server(app: FastAPI, config: ServeConfig, *, api_key: str | None) -> DrainingServer:
-    """Makes the server of an application; `api_key`: key that requests must carry, None: no key."""
-    settings = uvicorn.Config(
-        guarded(app, config, api_key=api_key),
-        http="h11",
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=5,
-    )
-    return DrainingServer(settings, app, drain_seconds=config.drain_seconds)
 
 
 def listen(host: str, port: int) -> socket.socket:

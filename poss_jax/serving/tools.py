@@ -19,7 +19,6 @@ from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.models import ToolFormat
 from poss_jax.engine.grammar import JSON_LAYOUT, Grammar
 
-_TEXT = r"TEXT: /(.|\n)*/"
 _BETWEEN = string.whitespace + ";,"  # calls without an end mark
 
 Call = dict[str, Any]
@@ -120,7 +119,9 @@ def call_grammar(
         return _lark(f"start: {calls} | PLAIN", plain, *lines)
     lazy = "" if form.begin in marks else "[lazy]"
     begin = f"begin{lazy}: TEXT {written[form.begin]}"
-    return _lark(f"start: ({calls}){'?' if is_single else '*'} TEXT", _TEXT, begin, *lines)
+    return _lark(
+        f"start: ({calls}){'?' if is_single else '*'} TEXT", r"TEXT: /(.|\n)*/", begin, *lines
+    )
 
 
 def _lark(*lines: str) -> Grammar:
