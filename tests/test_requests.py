@@ -179,7 +179,7 @@ NO_CONTENT = [user("hi"), {"role": "assistant", "content": None, "tags": 1}]
         ("stop: want at most 16 strings of at most 1,000", {"stop": ["a"] * 17}),
         ("stop: want text or a list of texts", {"stop": 5}),
         ("logit_bias: want token ids of 0 to 9999, got 10000", {"logit_bias": {"10000": 1}}),
-        ("logit_bias: want token ids as keys", {"logit_bias": {"05": 1}}),
+        ("logit_bias.05.[key]: String should match", {"logit_bias": {"05": 1}}),
         ("logit_bias: want at most 300", {"logit_bias": {str(i): 1 for i in range(301)}}),
         ("logit_bias.5: Input should be less", {"logit_bias": {"5": 101}}),
         ("stop_token_ids: want ids of the vocabulary", {"stop_token_ids": [10_000]}),

@@ -56,8 +56,8 @@ def list_keys(kind: Any, prefix: str = "") -> dict[str, Key]:
         sections = [hint for hint in parts if hasattr(hint, "__pydantic_fields__")]
         default = None if field.default is PydanticUndefined else field.default
         inner = f"{name}.NAME." if get_origin(field.annotation) is dict else f"{name}."
-        about = default, field.is_required(), help_of.get(name, ""), bool(sections)
-        keys[prefix + name] = Key(field.annotation, *about)
+        details = default, field.is_required(), help_of.get(name, ""), bool(sections)
+        keys[prefix + name] = Key(field.annotation, *details)
         for section in sections:
             keys |= list_keys(section, prefix + inner)
     return keys

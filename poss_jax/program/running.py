@@ -189,10 +189,10 @@ def _keep_traceback(error: Exception) -> str:
     program = f"poss_jax {__version__}, Python {platform.python_version()}"
     lines = [f"arguments: {sys.argv}", program, ", ".join(versions), ""]
     text = "\n".join([*lines, "".join(traceback.format_exception(error))])
-    file, path = tempfile.mkstemp(".txt", "poss_jax-traceback-")
-    with open(file, "w", errors="replace") as writer:
-        writer.write(text)
-    return f"the traceback is in {path}"
+    settings: Any = {"prefix": "poss_jax-traceback-", "suffix": ".txt", "errors": "replace"}
+    with tempfile.NamedTemporaryFile("w", delete=False, **settings) as file:
+        file.write(text)
+    return f"the traceback is in {file.name}"
 
 
 def _keep_compiled() -> None:

@@ -48,7 +48,6 @@ FOREIGN |= dict.fromkeys(("xtc_probability", "dynatemp_range", "epsilon_cutoff",
 FOREIGN |= {"skip_special_tokens": True, "length_penalty": 1, "typical_p": 1, "tfs_z": 1}
 """Fields of other engines that change the text -> the value that does not; None: only null."""
 
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MOST_CONTAINERS = 10_000
 _STRING_OR_CONTAINER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 _JSON = re.compile(r"application/(.+\+)?json")
@@ -103,16 +102,15 @@ def _as_sent(tool: Any, check: Any) -> Any:
 def _few(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > MOST_BIASED:
         raise ValueError(f"want at most {MOST_BIASED}")
-    if isinstance(biases, dict) and not all(map(_TOKEN_ID.fullmatch, biases)):
-        raise ValueError("want token ids as keys, without spaces or leading zeros")
     return biases
 
 
 Tools = Annotated[
     list[Annotated[Tool, WrapValidator(_as_sent)]], Field(fail_fast=True, max_length=MOST_CHOICES)
 ]
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # as a key
 ApiBias = Annotated[Bias, Field(ge=-100, le=100)]
-Biases = Annotated[dict[str, ApiBias], BeforeValidator(_few)]
+Biases = Annotated[dict[TokenId, ApiBias], BeforeValidator(_few)]
 
 
 class ApiError(HTTPException):

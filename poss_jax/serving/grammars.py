@@ -8,7 +8,6 @@ from poss_jax.engine.grammar import Grammar
 from poss_jax.serving.bodies import CommonRequest
 
 GRAMMAR_FIELDS = ("response_format", "structured_outputs")
-_FORMATS = ("text", "json_object", "json_schema")
 _OBJECT = {"type": "object"}
 
 
@@ -45,7 +44,7 @@ def _read_response_format(body: CommonRequest) -> Grammar | None:
         case "json_schema":
             schema = fields.get("json_schema")
             return Grammar.json_schema(_read_schema(schema, "schema", name), name)
-    raise UserError(f"{name}: want a type of {', '.join(_FORMATS)}")
+    raise UserError(f"{name}: want a type of text, json_object, json_schema")
 
 
 def _read_structured_outputs(body: CommonRequest) -> Grammar | None:

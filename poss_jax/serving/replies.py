@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs, answer_anchor
@@ -64,7 +63,7 @@ class Reply:
             # The answer's text begins without what it continues.
             text = tokenizer and TextStream(tokenizer, anchor=answer_anchor(prompt, tokenizer))
             reader = CallReader(job.caller) if job.caller else None
-            self._choices.append(_Choice(prompt, echo, _Places(text, len(echo)), reader))
+            self._choices.append(_Choice(prompt, echo, _Places(text, len(echo), {}, ""), reader))
         self._name = cache(self._find_name)
         # By prompt, in the forms of completions and of vLLM.
         self._echoed: dict[int, dict[str, Any]] = {}
@@ -315,11 +314,7 @@ class _Places:
     """Offsets of tokens in a text; parts of a character get the character's."""
 
     def __init__(
-        self,
-        text: TextStream | None,
-        begin: int,
-        names: Mapping[int, str] = MappingProxyType({}),
-        spelled: str = "",
+        self, text: TextStream | None, begin: int, names: Mapping[int, str], spelled: str
     ) -> None:
         """Begins at an offset; tokens with `names` are text where they are `spelled` out."""
         self._text, self._end = text, begin

@@ -73,24 +73,21 @@ class Service:
           ApiError: something in it cannot be served, or the client has left.
         """
         content = await receive_body(request)
+        is_large = len(content) > _LARGE_BYTES
 
         def parse() -> Any:
-            body = parse_body(kind, content)
-            self.check_model(getattr(body, "model", None))
-            return body, read(self.engine, self.limits, body)
-
-        def parse_and_rest() -> Any:
             begun = time.monotonic()
             try:
-                return parse()
+                body = parse_body(kind, content)
+                self.check_model(getattr(body, "model", None))
+                return body, read(self.engine, self.limits, body)
             finally:
-                time.sleep(time.monotonic() - begun)
+                if is_large:
+                    time.sleep(time.monotonic() - begun)
 
-        loop = asyncio.get_running_loop()
-        if len(content) <= _LARGE_BYTES:
-            return await loop.run_in_executor(None, parse)
-        large = loop.run_in_executor(self._reader_of_large, parse_and_rest)
-        return await _unless_left(request, large)
+        pool = self._reader_of_large if is_large else None
+        parsing = asyncio.get_running_loop().run_in_executor(pool, parse)
+        return await _unless_left(request, parsing)
 
     @property
     def is_ready(self) -> bool:
