@@ -13,7 +13,6 @@ from typing import Any
 import poss_jax
 from poss_jax.program.commands import COMMANDS, PACKAGE, installed_name, umbrella_name
 
-_SHELLS = ("bash", "zsh")
 _PATHS = {"DIR", "DIR_OR_HUB_ID", "FILE", "FOLDER", "PATH", "RUN", "SOURCE", "source"}
 
 
@@ -78,9 +77,8 @@ def make_completion(words: Sequence[str]) -> str:
     from poss_jax.config.reading import UserError, shorten
     from poss_jax.program.running import PARSER_ONLY, ParserOnly
 
-    if len(words) != 1 or words[0] not in _SHELLS:
-        got = shorten(" ".join(words)) or "nothing"
-        raise UserError(f"--print-completion: want bash or zsh, got {got}")
+    if words not in (["bash"], ["zsh"]):
+        raise UserError(f"--print-completion: want bash or zsh, got {shorten(words)}")
     try:
         import shtab
     except ImportError as error:

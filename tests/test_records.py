@@ -66,12 +66,12 @@ def test_json_lists_are_read_whatever_the_file_is_called(tmp_path, indent) -> No
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        ('[{"text": "a"},\n{"text": ', "Expecting value at line 2 column 10;"),
-        ('[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter at column 16;"),
-        ('[{"text": "a"}] {"text": "b"}', "Extra data at column 17;"),
+        ('[{"text": "a"},\n{"text": ', "Expecting value: line 2 column 10 .*;"),
+        ('[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter: line 1 column 16 .*;"),
+        ('[{"text": "a"}] {"text": "b"}', "Extra data: line 1 column 17 .*;"),
         ("[" * 100_000, "nested more than 100 deep;"),
-        ("[" + "1" * 5_000 + "]", "a whole number of more than 4,300 digits;"),
-        (b'[{"text": "\xff"}]', r"not UTF-8 \(invalid start byte at byte 12\);"),
+        ("[" + "1" * 5_000 + "]", r"Exceeds the limit \(4300 digits\) for integer .*;"),
+        (b'[{"text": "\xff"}]', "byte 0xff in position 11: invalid start byte;"),
     ],
     ids=lambda value: str(value[:12]),
 )

@@ -86,12 +86,10 @@ class RegenerateConfig(AnswerConfig):
                 f"data.source: want chats or questions (--source DATA), got {self.data.source}, "
                 "which holds none; or self_prompt, to let the target write questions"
             )
-        if self.server is not None:
-            self._check_server(self.server)
-        elif self.target is None:
-            raise ValueError("want a target (--target DIR), or a server (--server URL)")
-
-    def _check_server(self, url: str) -> None:
+        if (url := self.server) is None:
+            if self.target is None:
+                raise ValueError("want a target (--target DIR), or a server (--server URL)")
+            return
         address = urlsplit(url)
         is_plain = address.scheme in ("http", "https") and re.fullmatch("[!-~]+", url)
         if not (is_plain and address.hostname) or address.query or address.fragment:
