@@ -89,7 +89,7 @@ def make_completion(words: Sequence[str]) -> str:
         try:
             find_program(command.module).main([*command.words, PARSER_ONLY, "--help-all"])
         except ParserOnly as stop:
-            commands.add_parser(name, help=command.summary, parents=[stop.parser], add_help=False)
+            commands.add_parser(name, help=command.summary, parents=[stop.args[0]], add_help=False)
     _complete_paths(root, shtab.FILE)
     return shtab.complete(root, words[0])
 

@@ -71,7 +71,7 @@ def test_json_lists_are_read_whatever_the_file_is_called(tmp_path, indent) -> No
         ('[{"text": "a"}] {"text": "b"}', "Extra data: line 1 column 17 .*;"),
         ("[" * 100_000, "nested more than 100 deep;"),
         ("[" + "1" * 5_000 + "]", r"Exceeds the limit \(4300 digits\) for integer .*;"),
-        (b'[{"text": "\xff"}]', "byte 0xff in position 11: invalid start byte;"),
+        (b'[{"text": "\xff"}]', ".* byte 0xff in position 11: invalid start byte;"),
     ],
     ids=lambda value: str(value[:12]),
 )

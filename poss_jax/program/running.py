@@ -53,10 +53,6 @@ _LISTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
 class ParserOnly(Exception):
     """Brings a parser to a caller who wants nothing else of a program."""
 
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        super().__init__(parser)
-        self.parser = parser
-
 
 class Parser(argparse.ArgumentParser):
     """Reports wrong arguments like any other bad input, in one line.

@@ -159,7 +159,17 @@ class Service:
         tickets = await self._submit(job)
         interval = self.config.stream_interval_seconds if job.is_streamed else _KEEP_ALIVE_SECONDS
         chunks = merge(tickets, patience=_KEEP_ALIVE_SECONDS, interval=interval)
-        note_wait = partial(self._note_wait, request.scope.get(NOTES, {}), job, arrived, compiled)
+
+        def note_wait() -> None:  # for the access log: of the first token for compilation
+            compilation = self.scheduler.compilation
+            seconds = self.scheduler.stats.compile_seconds - compiled
+            if compilation is not None:
+                is_guided = any(prompt.guide for prompt in job.prompts)
+                ready_at = compilation.guided_at if is_guided else compilation.ready_at
+                seconds += max((ready_at or arrived) - arrived, 0.0)
+            if seconds > 0 and NOTES in request.scope:
+                request.scope[NOTES]["milliseconds_for_compilation"] = round(1000 * seconds)
+
         chunks = self._timed(chunks, arrived, note_wait)
         if job.is_streamed:
             return _Events(reply.write_events(chunks), tickets)
@@ -177,21 +187,6 @@ class Service:
 
         for index in range(len(job.prompts) // job.num_choices):
             await asyncio.get_running_loop().run_in_executor(self._scorer, score, index)
-
-    def _note_wait(self, notes: dict[str, Any], job: Job, arrived: float, compiled: float) -> None:
-        """Notes for the access log how long a request's first token waited for compilation.
-
-        Args:
-          compiled: seconds that compiling took on the scheduler's thread before it arrived.
-        """
-        compilation = self.scheduler.compilation
-        seconds = self.scheduler.stats.compile_seconds - compiled
-        if compilation is not None:
-            is_guided = any(prompt.guide for prompt in job.prompts)
-            ready_at = compilation.guided_at if is_guided else compilation.ready_at
-            seconds += max((ready_at or arrived) - arrived, 0.0)
-        if seconds > 0:
-            notes["milliseconds_for_compilation"] = round(1000 * seconds)
 
     async def _timed(self, chunks: Chunks, arrived: float, on_first: Callable[[], None]) -> Chunks:
         """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
