@@ -169,26 +169,21 @@ def _explain(error: Exception) -> tuple[str, int]:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "make room there" if is_full else "check the path, and that you may use it"
         return f"{error}; {advice}", BAD_INPUT
-    kept = _keep_traceback(error)
-    return f"unexpected: {_first_line(error)}; {kept}; please report it", UNEXPECTED
+    # A file keeps the details that a bug report needs.
+    names = ("jax", "jaxlib", "flax", "orbax-checkpoint", "transformers")
+    program = f"poss_jax {__version__}, Python {platform.python_version()}"
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    trace = "".join(traceback.format_exception(error))
+    settings: Any = {"prefix": "poss_jax-traceback-", "suffix": ".txt", "errors": "replace"}
+    with tempfile.NamedTemporaryFile("w", delete=False, **settings) as file:
+        file.write(f"arguments: {sys.argv}\n{program}\n{versions}\n\n{trace}")
+    message = f"unexpected: {_first_line(error)}; the traceback is in {file.name}"
+    return f"{message}; please report it", UNEXPECTED
 
 
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-
-
-def _keep_traceback(error: Exception) -> str:
-    """Writes a bug report's details to a file; returns its place in words."""
-    names = ("jax", "jaxlib", "flax", "orbax-checkpoint", "transformers")
-    versions = [f"{name} {version(name)}" for name in names]
-    program = f"poss_jax {__version__}, Python {platform.python_version()}"
-    lines = [f"arguments: {sys.argv}", program, ", ".join(versions), ""]
-    text = "\n".join([*lines, "".join(traceback.format_exception(error))])
-    settings: Any = {"prefix": "poss_jax-traceback-", "suffix": ".txt", "errors": "replace"}
-    with tempfile.NamedTemporaryFile("w", delete=False, **settings) as file:
-        file.write(text)
-    return f"the traceback is in {file.name}"
 
 
 def _keep_compiled() -> None:

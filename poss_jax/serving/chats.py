@@ -34,7 +34,15 @@ def read_messages(engine: Engine, sent: Sequence[Message]) -> list[dict[str, Any
     Raises:
       ApiError: a content other than text, or an unknown role.
     """
-    messages = [_read_message(message) for message in sent]
+    messages = []
+    for message in sent:
+        content, extra = message.content, message.model_extra or {}
+        if isinstance(content, list):
+            content = join_parts(content, ("text",), "messages")
+        extra = {key: value for key, value in extra.items() if value is not None}
+        # With tool calls, templates treat missing content differently from an empty one.
+        content = content if extra else content or ""
+        messages.append({"role": message.role, "content": content, **extra})
     if engine.tokenizer is None:
         return messages
     template = str(engine.tokenizer.chat_template or "")
@@ -124,12 +132,3 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
             if isinstance(arguments := parse_json(function["arguments"]), dict):
                 calls[index] = call | {"function": function | {"arguments": arguments}}
     return message | {"tool_calls": calls}
-
-
-def _read_message(message: Message) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        content = join_parts(content, ("text",), "messages")
-    extra = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
-    # With tool calls, templates treat missing content differently from an empty one.
-    return {"role": message.role, "content": content if extra else content or "", **extra}
