@@ -160,7 +160,9 @@ def test_methods_decode_as_they_say(runs: Runs) -> None:
     ("settings", "error"),
     [
         ({"drafts": {"a": "d"}, "methods": {"a": {"quantise": "int8"}}}, "is a draft's name, too"),
+        ({"lookup": 3}, "lookup: changes drafts alone; give drafts or"),
         ({"methods": {"a": {"drafft": "d"}}}, "unknown key 'methods.a.drafft'; did you mean"),
+        ({"methods": {"a": {"drafting": "argmax"}}}, "methods.a: drafting: is a draft's; give "),
     ],
 )
 def test_methods_that_cannot_be_compared_are_refused(settings, error) -> None:

@@ -72,7 +72,7 @@ def test_command_line_is_refused(arguments, error):
 @pytest.mark.parametrize(
     ("kind", "arguments", "error"),
     [
-        (RegenerateConfig, "--target=t", "options: missing key 'output'"),
+        (RegenerateConfig, "--target=t", "want --output, or output in the file"),
         (ServeConfig, "--seed 3", "--seed: want none, got 3; every request has its own"),
         (AheadConfig, f"{AHEAD} --tree none", "chain:N or auto"),
     ],

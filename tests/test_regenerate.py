@@ -260,6 +260,8 @@ SERVER = "--server http://127.0.0.1:9/v1 --source {asked}"
     ("arguments", "error"),
     [
         (f"{LOCAL} --template vicuna", "want null (the tokenizer's own)"),
+        (f"{LOCAL} --model m", "--model: applies only to a server"),
+        (f"{LOCAL} --source-share 0.5", "--source-share: concerns turns that"),
         (f"{LOCAL} --self-prompt 3", "source_share: want it above 0 with a data.source"),
         ("--target {target} --source missing.jsonl", "no such file"),
         ("--target {target} --source {nothing}", "want chats or questions, got none in 1 records"),

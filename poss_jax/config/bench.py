@@ -16,6 +16,7 @@ from poss_jax.config.models import (
     TreeConfig,
 )
 from poss_jax.config.numbers import AtLeastTwo, Count, Lookup, Seed, Temperature
+from poss_jax.config.reading import refuse_given
 from poss_jax.config.training import SpecialistsConfig
 
 ProgramName = Literal["prefill", "step", "round", "rounds"]
@@ -45,6 +46,11 @@ class MethodConfig:
     draft_vocabulary: str | None = None
     draft_window: Count | None = None
     quantise: Quantisation | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft is None:
+            names = "drafting draft_vocabulary draft_window" + " tree" * (not self.lookup)
+            refuse_given(self, names, "is a draft's; give draft, too")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -107,6 +113,9 @@ class BenchConfig(DecodingConfig):
         for name in ("datasets", "temperatures", "seeds"):
             if len(set(values := getattr(self, name))) < len(values):
                 raise ValueError(f"{name}: want each once, got {list(values)}")
+        if not self.all_methods and self.target != SMOLLM2:
+            names = "draft_vocabulary draft_window lookup"
+            refuse_given(self, names, "changes drafts alone; give drafts or methods, too")
         if not self.drift:
             return
         for name in ("quantise", "draft_vocabulary", "draft_window", "mesh", "methods"):

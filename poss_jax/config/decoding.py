@@ -32,6 +32,7 @@ from poss_jax.config.numbers import (
     TokenId,
     TopP,
 )
+from poss_jax.config.reading import refuse_given
 
 Host = Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9_.-]+)$")]
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[a-z0-9_.\[\]:-]+)$")]
@@ -203,6 +204,8 @@ class AnswerConfig(DecodingConfig):
         super().__post_init__()
         if self.trees is not None and self.tree is not None:
             raise ValueError("trees: want it alone, got a tree, too; leave out one of them")
+        if self.draft is None and self.target != SMOLLM2:
+            refuse_given(self, "draft_vocabulary draft_window", "limits a draft; give draft, too")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

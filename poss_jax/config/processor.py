@@ -79,6 +79,8 @@ def load_library(source: Path, include: Path) -> ctypes.CDLL:
         output = Path(folder) / library.name
         command += ["-o", str(output)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        with output.open("rb") as file:
+            os.fsync(file.fileno())  # a library cut short would end the process
         output.replace(library)
     return ctypes.CDLL(str(library))
 

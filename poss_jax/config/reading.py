@@ -160,6 +160,13 @@ def change_config(config: ConfigT, *, origin: str, **changes: Any) -> ConfigT:
     return build_config(type(config), vars(config) | changes, origin=origin)
 
 
+def refuse_given(config: Any, names: str, message: str) -> None:
+    """Raises ValueError if one of some keys, here without effect, differs from its default."""
+    for name in names.split():
+        if getattr(config, name) != type(config).__pydantic_fields__[name].default:
+            raise ValueError(f"{name}: {message}")
+
+
 def suggest(word: str, choices: Iterable[str], *, otherwise: str = "") -> str:
     """Asks for the known word that an unknown one resembles; says otherwise, or lists them."""
     names = list(choices)

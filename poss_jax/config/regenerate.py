@@ -17,7 +17,7 @@ from poss_jax.config.numbers import (
     Probability,
     Temperature,
 )
-from poss_jax.config.reading import parse_yaml, shorten
+from poss_jax.config.reading import parse_yaml, refuse_given, shorten
 
 _Int = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
 _Float = Annotated[float, Field(ge=-1e30, le=1e30)]
@@ -77,6 +77,10 @@ class RegenerateConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.self_prompt is None:
+            names = "self_prompt_turns self_prompt_tokens self_prompt_temperature "
+            names += "self_prompt_top_p source_share"
+            refuse_given(self, names, "concerns turns that the target writes; give self_prompt")
         if self.self_prompt is not None and self.data.is_code == (self.source_share > 0):
             raise ValueError("source_share: want it above 0 with a data.source, and only then")
         if self.self_prompt is not None and self.target is None:
@@ -89,18 +93,16 @@ class RegenerateConfig(AnswerConfig):
         if (url := self.server) is None:
             if self.target is None:
                 raise ValueError("want a target (--target DIR), or a server (--server URL)")
+            names = "model concurrency chat_template_kwargs"
+            refuse_given(self, names, "applies only to a server; give it, or leave this out")
             return
         address = urlsplit(url)
         is_plain = address.scheme in ("http", "https") and re.fullmatch("[!-~]+", url)
         if not (is_plain and address.hostname) or address.query or address.fragment:
             raise ValueError(f"server: want such as http://localhost:8000/v1, got {shorten(url)}")
         _ = address.port, address.hostname.encode("idna")  # raise ValueError
-        of_engine = ["draft", "drafting", "lookup", "tree", "trees", "quantise", "mesh"]
-        of_engine += ["draft_vocabulary", "draft_window", "batch_size", "max_length"]
-        of_engine += ["allow_target_mismatch"]
-        declared = type(self).__pydantic_fields__  # type: ignore[attr-defined]
-        for name in of_engine:
-            if getattr(self, name) != declared[name].default:
-                raise ValueError(f"{name}: applies only to a local target; leave it or server out")
+        names = "draft drafting lookup tree trees quantise mesh draft_vocabulary draft_window "
+        names += "batch_size max_length allow_target_mismatch"
+        refuse_given(self, names, "applies only to a local target; leave it or server out")
         if self.data.template is not None:
             raise ValueError("data.template: the server has its own; leave it out")

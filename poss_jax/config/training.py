@@ -26,7 +26,7 @@ from poss_jax.config.numbers import (
     PositiveOrZero,
     Seed,
 )
-from poss_jax.config.reading import change_config, shorten
+from poss_jax.config.reading import change_config, refuse_given, shorten
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -78,6 +78,8 @@ class ObjectiveConfig:
         of_tokens = self.probability_weight + self.top_k_weight + self.lk_weight
         if not self.feature_weight + of_tokens:
             raise ValueError("want a weight above 0, got none")
+        if not self.feature_weight:
+            refuse_given(self, "normalised_features", "wants a feature_weight above 0")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

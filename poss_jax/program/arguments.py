@@ -112,6 +112,8 @@ def read_arguments(
         if (value := getattr(args, key)) is not None:
             _set(values, key, value, keys, flag)
             given_as[key] = flag
+        if keys[key].is_required and key not in values:
+            raise UserError(f"want {flag}, or {key} in the file that --config names; see --help")
     return build_config(kind, values, origin=args.config or "options", given_as=given_as), args
 
 
