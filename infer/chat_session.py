@@ -129,15 +129,15 @@ class Chat:
             try:
                 messages = [*system, *turns, question]
                 prompt = self._engine.prepare(messages, self._config.max_new_tokens, sampling)
+                break
             except PromptTooLong:
                 if not turns:
                     raise
                 turns = turns[2:]
-                continue
-            if len(turns) < len(self.turns):
-                say(f"the conversation is long: {len(turns) // 2} answers of it are kept")
-            self.turns = turns
-            return prompt
+        if len(turns) < len(self.turns):
+            say(f"the conversation is long: {len(turns) // 2} answers of it are kept")
+        self.turns = turns
+        return prompt
 
     def _answer(self, engine: Engine, prompt: PreparedPrompt) -> Answered:
         """Shows an answer as it is written.

@@ -5,9 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from poss_jax.checkpoint.whole import write_output
@@ -33,9 +31,6 @@ from poss_jax.program.running import text_marks
 _LOG = logging.getLogger(__name__)
 
 _FIRST = "getting ready (longer the first time) ..."
-
-Answers = dict[tuple[int, int], Generation]
-"""(index of the record, index of the turn) -> answer."""
 
 
 class Screen:
@@ -84,9 +79,15 @@ def answer_dialogues(
     """
 
     def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
-        if config.stream:
-            return [_stream(engine, prompt, config.stop, screen) for prompt in prompts]
-        return engine.decode(prompts, batch_size=config.batch_size, stop=config.stop)
+        if not config.stream:
+            return engine.decode(prompts, batch_size=config.batch_size, stop=config.stop)
+        answers = []
+        for prompt in prompts:
+            for chunk in announce(engine.decode_rounds(prompt, stop=config.stop), _FIRST):
+                screen.show(chunk)
+            screen.end_line()
+            answers.append(chunk.answer)  # the last one holds it
+        return answers
 
     for i, answer in answer_all(engine, dialogues, decode, batch_size=config.batch_size):
         yield i, dialogues[i].num_answered - 1, answer
@@ -94,19 +95,6 @@ def answer_dialogues(
         if dialogue.ended:
             turn = dialogue.num_answered + 1
             _LOG.warning("prompt %d ends before turn %d: %s", number, turn, dialogue.ended)
-
-
-def _stream(
-    engine: Engine, prompt: PreparedPrompt, stop: Sequence[str], screen: Screen
-) -> Generation:
-    """Decodes one prompt and shows every round as it lands."""
-    answer = None
-    for chunk in announce(engine.decode_rounds(prompt, stop=stop), _FIRST):
-        screen.show(chunk)
-        answer = chunk.answer
-    screen.end_line()
-    assert answer is not None, "the last chunk holds the answer"
-    return answer
 
 
 def answer_line(
@@ -132,15 +120,7 @@ def answer_prompts(config: GenerateConfig) -> None:
     output = None if config.output is None else local_path(config.output, "output")
     if output is not None:
         check_new_file(output)
-    records = _read_records(config)
-    with waiting("loading the models ..."):
-        engine = load_engine(config)
-    if config.stream and engine.tokenizer is None:
-        raise UserError("--stream shows text, but this target has no tokenizer; leave it out")
-    sampling = choose_sampling(config.sampling, engine)
-    dialogues = read_dialogues(records, sampling, config.max_new_tokens)
-    check_dialogues(engine, dialogues)
-    engine.check_stop(config.stop, config.max_new_tokens)
+    engine, records, dialogues = _prepare(config)
     started, interruption = time.monotonic(), None
     is_one = len(config.precompile) < 2
     for length in progress_bar(config.precompile, desc="compile", disable=is_one):
@@ -152,59 +132,56 @@ def answer_prompts(config: GenerateConfig) -> None:
     if total < 2 and not config.stream:  # no bar, and nothing to see meanwhile
         answers = announce(answers, _FIRST)
     bar = progress_bar(answers, total=total, unit="answer", disable=total < 2 or config.stream)
-    with _kept_answers(output, records, dialogues) as answered:
-        try:
-            for index, turn, answer in bar:
-                answered[index, turn] = answer
-                if output is None and not config.stream:
-                    print(answer.output_ids if answer.text is None else model_text(answer.text))
-        except KeyboardInterrupt as error:
-            interruption = error
-    screen.end_line()
-    bar.close()
-    rounds = [answer.accepted_per_round for answer in answered.values()]
-    summary = {
-        "answers": len(answered),
-        "new_tokens": sum(len(answer.output_ids) for answer in answered.values()),
-        "mean_acceptance_length": mean_acceptance_length(rounds),
-        "seconds_with_compilation": round(time.monotonic() - started, 3),
-        "output": str(output) if output is not None and answered else None,
-        "interrupted": interruption is not None,
-    }
-    print_summary(summary, _describe(summary))
-    if interruption is not None:
-        raise interruption
-
-
-def _read_records(config: GenerateConfig) -> list[dict[str, Any]]:
-    if config.prompts is not None:
-        return read_prompts(as_path(config.prompts))
-    if config.question is not None:
-        return [{"turns": [config.question]}]
-    return [] if config.prompt is None else [{"prompt": config.prompt}]
-
-
-@contextmanager
-def _kept_answers(
-    path: Path | None, records: Sequence[dict[str, Any]], dialogues: Sequence[Dialogue]
-) -> Iterator[Answers]:
-    """Collects answers, and writes them to the file even if the block fails."""
-    answered: Answers = {}
+    answered: dict[tuple[int, int], Generation] = {}
     try:
-        yield answered
-    finally:
-        if path is not None and answered:
+        for index, turn, answer in bar:
+            answered[index, turn] = answer
+            if output is None and not config.stream:
+                print(answer.output_ids if answer.text is None else model_text(answer.text))
+    except KeyboardInterrupt as error:
+        interruption = error
+    finally:  # finished answers are kept
+        if output is not None and answered:
             lines = [
                 answer_line(records[i], dialogues[i], turn, answered[i, turn])
                 for i, turn in sorted(answered)
             ]
-            write_output(path, "".join(json.dumps(line) + "\n" for line in lines))
+            write_output(output, "".join(json.dumps(line) + "\n" for line in lines))
+    screen.end_line()
+    bar.close()
+    num_tokens = sum(len(answer.output_ids) for answer in answered.values())
+    length = mean_acceptance_length([answer.accepted_per_round for answer in answered.values()])
+    seconds = time.monotonic() - started
+    kept = str(output) if output is not None and answered else None
+    summary = {
+        "answers": len(answered),
+        "new_tokens": num_tokens,
+        "mean_acceptance_length": length,
+        "seconds_with_compilation": round(seconds, 3),
+        "output": kept,
+        "interrupted": interruption is not None,
+    }
+    text = f"{num_tokens} tokens in {seconds:.1f} s, compilation included; "
+    text += f"{length:.2f} tokens per pass"
+    print_summary(summary, f"{text}; answers: {kept}" if kept else text)
+    if interruption is not None:
+        raise interruption
 
 
-def _describe(summary: dict[str, Any]) -> str:
-    """The summary as a person reads it."""
-    line = (
-        f"{summary['new_tokens']} tokens in {summary['seconds_with_compilation']:.1f} s, "
-        f"compilation included; {summary['mean_acceptance_length']:.2f} tokens per pass"
-    )
-    return line + (f"; answers: {summary['output']}" if summary["output"] else "")
+def _prepare(config: GenerateConfig) -> tuple[Engine, list[dict[str, Any]], list[Dialogue]]:
+    """Reads prompts, loads the models, and refuses what cannot be answered."""
+    if config.prompts is not None:
+        records = read_prompts(as_path(config.prompts))
+    elif config.question is not None:
+        records = [{"turns": [config.question]}]
+    else:
+        records = [] if config.prompt is None else [{"prompt": config.prompt}]
+    with waiting("loading the models ..."):
+        engine = load_engine(config)
+    if config.stream and engine.tokenizer is None:
+        raise UserError("--stream shows text, but this target has no tokenizer; leave it out")
+    sampling = choose_sampling(config.sampling, engine)
+    dialogues = read_dialogues(records, sampling, config.max_new_tokens)
+    check_dialogues(engine, dialogues)
+    engine.check_stop(config.stop, config.max_new_tokens)
+    return engine, records, dialogues

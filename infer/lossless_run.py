@@ -7,7 +7,7 @@ accepts more tokens than its tree is deep also fails it.
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -35,7 +35,7 @@ from poss_jax.engine.trees import default_tree, tree_for
 from poss_jax.program.output import print_summary, show_rows
 
 from .bench.journal import Kept, describe
-from .bench.measure import Decoder, load_decoders, time_answer
+from .bench.measure import AUTOREGRESSIVE, load_engines, time_answer
 from .bench.questions import first_prompts, read_questions
 from .bench.report import with_provenance
 
@@ -75,7 +75,7 @@ class Setting:
 
 
 def check_lossless(
-    decoders: Sequence[Decoder],
+    engines: Mapping[str, Engine],
     prompts: Sequence[PreparedPrompt],
     kept: Kept,
     *,
@@ -90,26 +90,26 @@ def check_lossless(
     Returns:
       A JSON-compatible report; `failures` is empty if decoding is lossless.
     """
-    baseline, *drafts = decoders
+    baseline = engines[AUTOREGRESSIVE]
     temperatures = MORE_TEMPERATURES if is_thorough else TEMPERATURES
-    jobs = list(draw_jobs(baseline.engine, prompts, temperatures))
-    settings = [s for draft in drafts for s in list_settings(draft, is_thorough=is_thorough)]
-    names = [baseline.name, *(setting.name for setting in settings)]
+    jobs = []  # every prompt at every temperature, with and without filters
+    for index, (prompt, temperature, filters) in enumerate(product(prompts, temperatures, FILTERS)):
+        sampling = SamplingConfig(temperature=temperature, seed=index, **filters)
+        limits = prompt.max_new_tokens, sampling
+        jobs.append(baseline.prepare(prompt.ids, *limits, is_chat=prompt.is_chat))
+    settings = [
+        setting
+        for name, engine in [*engines.items()][1:]  # without the autoregressive one
+        for setting in list_settings(name, engine, is_thorough=is_thorough)
+    ]
+    names = [AUTOREGRESSIVE, *(setting.name for setting in settings)]
     total = len(jobs) * sum(name not in kept for name in names)
-    minutes = total * time_answer(baseline.engine, jobs[0]) / 60
+    minutes = total * time_answer(baseline, jobs[0]) / 60
     _LOG.warning("%d answers, about %.0f min and compilation", total, max(minutes, 1))
     with progress_bar(total=total, desc="check lossless", unit="answer") as progress:
-
-        def decode(engine: Engine, batch_size: int) -> list[Generation]:
-            return _decode(engine, jobs, batch_size, progress)
-
-        def compare(setting: Setting) -> dict[str, Any]:
-            answers = decode(setting.engine, setting.batch_size)
-            return _compare(setting, baseline.engine, jobs, expected, answers)
-
-        expected = kept.get(
-            baseline.name, lambda: [answer.output_ids for answer in decode(baseline.engine, 1)]
-        )
+        plain = partial(_decode, baseline, jobs, 1, progress)
+        expected = kept.get(AUTOREGRESSIVE, lambda: [answer.output_ids for answer in plain()])
+        compare = partial(_compare, baseline, jobs, expected, progress)
         rows = [kept.get(setting.name, partial(compare, setting)) for setting in settings]
     return {
         "answers": len(jobs),
@@ -123,30 +123,20 @@ def check_lossless(
     }
 
 
-def draw_jobs(
-    engine: Engine, prompts: Sequence[PreparedPrompt], temperatures: Sequence[float]
-) -> Iterator[PreparedPrompt]:
-    """Every prompt at every temperature, with and without filters, each with its own seed."""
-    for index, (prompt, temperature, filters) in enumerate(product(prompts, temperatures, FILTERS)):
-        sampling = SamplingConfig(temperature=temperature, seed=index, **filters)
-        yield engine.prepare(prompt.ids, prompt.max_new_tokens, sampling, is_chat=prompt.is_chat)
-
-
-def list_settings(decoder: Decoder, *, is_thorough: bool) -> Iterator[Setting]:
+def list_settings(name: str, engine: Engine, *, is_thorough: bool) -> Iterator[Setting]:
     """The draft's own tree alone and a chain in batches; thoroughly, all combinations.
 
     These are the own tree with coupled and argmax drafts, and `TREES`, alone and in batches.
     """
-    default = tree_for(decoder.engine.trees, 1) or default_tree()
+    default = tree_for(engine.trees, 1) or default_tree()
     if not is_thorough:
-        yield Setting(decoder.name, decoder.engine.with_tree(default), default, BATCH_SIZES[0])
-        yield Setting(decoder.name, decoder.engine.with_tree(CHAIN), CHAIN, BATCH_SIZES[-1])
+        yield Setting(name, engine.with_tree(default), default, BATCH_SIZES[0])
+        yield Setting(name, engine.with_tree(CHAIN), CHAIN, BATCH_SIZES[-1])
         return
     trees: set[tuple[TreeConfig, Drafting]] = {(default, "argmax")}
     trees |= {(tree, "coupled") for tree in (default, *TREES)}
     for (tree, drafting), size in product(sorted(trees, key=str), BATCH_SIZES):
-        engine = decoder.engine.with_tree(tree, drafting=drafting)
-        yield Setting(decoder.name, engine, tree, size)
+        yield Setting(name, engine.with_tree(tree, drafting=drafting), tree, size)
 
 
 def _decode(
@@ -161,29 +151,35 @@ def _decode(
 
 
 def _compare(
-    setting: Setting,
     baseline: Engine,
     jobs: Sequence[PreparedPrompt],
     expected: Sequence[list[int]],
-    answers: Sequence[Generation],
+    progress: tqdm,
+    setting: Setting,
 ) -> dict[str, Any]:
     """One row of the report; the first answer, and all that differ, are replayed."""
+    answers = _decode(setting.engine, jobs, setting.batch_size, progress)
     outputs = [(ids, answer.output_ids) for ids, answer in zip(expected, answers, strict=True)]
     different = [index for index, (a, b) in enumerate(outputs) if a != b]
     roundings, failures, excused = [], find_overlong(setting, answers), []
     for index in sorted({0, *different}):
         first = index - index % setting.batch_size
         batch = jobs[first : first + setting.batch_size]
-        at = _first_difference(*outputs[index])
+        pairs = list(zip(*outputs[index], strict=False))
+        # The first token that differs; the last one if none does.
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs) - 1)
         alone = replay(baseline, [jobs[index]], 0, at, batch_size=1)
         together = replay(setting.engine, batch, index - first, at, batch_size=setting.batch_size)
-        rounding, temperature = _rounding(alone, together), jobs[index].sampling.temperature
-        roundings.append(rounding * (temperature or 1))
+        # The largest change of the difference of two scores, where both texts went on.
+        shifts = [a.plain - b.plain for a, b in zip(alone, together, strict=False)]
+        rounding = float(max(shift.max() - shift.min() for shift in shifts))
+        temperature = jobs[index].sampling.temperature or 1
+        roundings.append(rounding * temperature)
         if index in different:
-            tokens = outputs[index][0][at], outputs[index][1][at]
+            tokens = pairs[at]
             difference = {"setting": setting.name, "answer": index, "token": at}
             if min(len(alone), len(together)) > at:
-                difference |= examine(alone[at], together[at], tokens, rounding, temperature or 1)
+                difference |= examine(alone[at], together[at], tokens, rounding, temperature)
             else:
                 difference |= {"tokens": tokens, "replay_ended_early": True, "is_excused": False}
             (excused if difference["is_excused"] else failures).append(difference)
@@ -246,18 +242,6 @@ def examine(
             and (at_boundary.any() or gap <= rounding)
         ),
     }
-
-
-def _rounding(alone: Sequence[Scores], batched: Sequence[Scores]) -> float:
-    """Largest change of the difference of two scores between two forwards, where both went on."""
-    shifts = [a.plain - b.plain for a, b in zip(alone, batched, strict=False)]
-    return float(max(shift.max() - shift.min() for shift in shifts))
-
-
-def _first_difference(first: Sequence[int], second: Sequence[int]) -> int:
-    """Index of the first token that differs; of the last one if none does."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)) - 1)
 
 
 def replay(
@@ -325,35 +309,28 @@ def _scores(
     )
 
 
-def format_check(report: dict[str, Any]) -> str:
-    """The report as a table, and a line for every difference."""
-    lines = [
-        f"{report['answers']} answers of at most {report['max_new_tokens']} tokens, temperatures "
-        f"{', '.join(map(str, report['temperatures']))}, with and without filters; reference: "
-        "autoregressive decoding, alone",
-        "",
-    ]
+def check(config: BenchConfig, *, is_thorough: bool) -> None:
+    """Compares, prints, and exits with code 1 if a difference is more than rounding."""
+    engines = load_engines(config)
+    prompts = first_prompts(read_questions(config, engines[AUTOREGRESSIVE]))
+    kept = Kept("lossless", describe(config, engines, prompts, is_thorough=is_thorough))
+    report = check_lossless(engines, prompts, kept, is_thorough=is_thorough)
+    kept.finish()
     table = []
     for row in report["settings"]:
         counts = row["equal"], len(row["excused"]), len(row["failures"])
         table.append((row["setting"], *counts, f"{row['rounding']:.1e}"))
-    lines += show_rows(["decoded", "equal", "excused", "failures", "rounding"], table)
-    for kind in ("excused", "failures"):
-        lines += [f"{kind}: {json.dumps(difference)}" for difference in report[kind]]
-    return "\n".join(lines)
-
-
-def check(config: BenchConfig, *, is_thorough: bool) -> None:
-    """Compares, prints, and exits with code 1 if a difference is more than rounding."""
-    decoders = load_decoders(config)
-    prompts = first_prompts(read_questions(config, decoders[0].engine))
-    kept = Kept("lossless", describe(config, decoders, prompts, is_thorough=is_thorough))
-    report = check_lossless(decoders, prompts, kept, is_thorough=is_thorough)
-    kept.finish()
-    print(format_check(report))
-    counts = {kind: len(report[kind]) for kind in ("settings", "excused", "failures")}
-    print_summary(
-        with_provenance(report, config), "", brief={"answers": report["answers"], **counts}
+    print(
+        f"{report['answers']} answers of at most {report['max_new_tokens']} tokens, temperatures "
+        f"{', '.join(map(str, report['temperatures']))}, with and without filters; reference: "
+        "autoregressive decoding, alone",
+        "",
+        *show_rows(["decoded", "equal", "excused", "failures", "rounding"], table),
+        *(f"{kind}: {json.dumps(row)}" for kind in ("excused", "failures") for row in report[kind]),
+        sep="\n",
     )
+    counts = {kind: len(report[kind]) for kind in ("settings", "excused", "failures")}
+    brief = {"answers": report["answers"], **counts}
+    print_summary(with_provenance(report, config), "", brief=brief)
     if report["failures"]:
         raise SystemExit(1)

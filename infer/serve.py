@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import MeshConfig
@@ -33,9 +32,6 @@ from poss_jax.data.progress import progress_bar
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.running import run_program, start_processes
-
-if TYPE_CHECKING:
-    from poss_jax.engine.slots import Slots
 
 _ACTIONS = {
     "--precompile-only": {
@@ -56,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import jax
 
         from poss_jax.engine.leader import follow
+        from poss_jax.engine.warm_up import WarmUp
         from poss_jax.program.options import load_engine
 
         try:
@@ -66,7 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"{error.name} is missing; pip install 'poss-jax[serve]'") from error
     config, key = _on_all_devices(config), read_api_key()
     if args.precompile_only:
-        _precompile(make_slots(load_engine(config), config))
+        compilation = WarmUp(make_slots(load_engine(config), config).shapes())
+        for _ in progress_bar(compilation, desc="compiling"):
+            pass
+        folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # see `run_program`
+        brief = {"programs": len(compilation), "folder": folder}
+        print_summary(brief, f"{compilation}, in {folder}")
         return
     if jax.process_index() > 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process 0 drains, and then dismisses
@@ -83,17 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         server.run(sockets=[sock])
     if server.error is not None:
         raise SystemExit(1)  # the log has it
-
-
-def _precompile(slots: "Slots") -> None:
-    """Compiles all programs, which JAX keeps in its cache folder."""
-    from poss_jax.engine.warm_up import WarmUp
-
-    compilation = WarmUp(slots.shapes())
-    for _ in progress_bar(compilation, desc="compiling"):
-        pass
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # see `run_program`
-    print_summary({"programs": len(compilation), "folder": folder}, f"{compilation}, in {folder}")
 
 
 def _on_all_devices(config: ServeConfig) -> ServeConfig:

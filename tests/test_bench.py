@@ -20,7 +20,7 @@ from infer.bench import compare, measure
 from infer.bench.__main__ import main
 from infer.bench.compare import settings_of
 from infer.bench.journal import Journal, Kept, describe
-from infer.bench.measure import AUTOREGRESSIVE, Decoder, Timed, load_decoders, play
+from infer.bench.measure import AUTOREGRESSIVE, Timed, load_engines, play
 from infer.bench.report import format_report
 from infer.lossless import main as lossless
 from infer.tune.__main__ import main as tune
@@ -134,7 +134,7 @@ def test_methods_decode_as_they_say(runs: Runs) -> None:
         },
         lookup=3,
     )
-    engines = {decoder.name: decoder.engine for decoder in load_decoders(config)}
+    engines = load_engines(config)
     assert {name: engine.settings.lookup for name, engine in engines.items()} == {
         "autoregressive": 0,
         "plain": 3,
@@ -203,8 +203,8 @@ def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) ->
     target = copy_model(runs.model("target"), tmp_path / "model", target=other)
     config = BenchConfig(target=target, drafts={"EAGLE-2": runs.model("eagle")})
     with pytest.raises(UserError, match=r"set allow_target_mismatch \(--allow-target-mismatch\)"):
-        load_decoders(config)
-    assert len(load_decoders(replace(config, allow_target_mismatch=True))) == 2
+        load_engines(config)
+    assert len(load_engines(replace(config, allow_target_mismatch=True))) == 2
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,6 @@ def test_a_journal_goes_on_where_it_stopped(tmp_path):
     path.write_bytes(path.read_bytes() + b'{"key": [["made up", 0.0')
     journal = Journal(tmp_path, {"a": 1})
     assert list(journal.answers.values()) == [first]
-    assert list(journal.missing([first.key, second.key])) == [second.key]
     journal.add(second)
     assert list(Journal(tmp_path, {"a": 1}).answers.values()) == [first, second]
     assert not Journal(tmp_path, {"a": 2}, from_scratch=True).answers
@@ -370,7 +369,7 @@ def test_a_benchmark_can_be_given_more(runs, prompts, uninterrupted, tmp_path, m
     def again(*args: Any) -> None:
         pytest.fail("what is complete is neither compiled nor measured again")
 
-    monkeypatch.setattr(Decoder, "compile", again)
+    monkeypatch.setattr(compare, "compile_programs", again)
     monkeypatch.setattr(compare, "measure_card", again)
     main([*first, *output])
     known = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -436,8 +435,8 @@ def test_what_decides_results_is_known_by_its_content(changed, monkeypatch) -> N
         monkeypatch.setattr(measure, "read_record", lambda folder: record)
         monkeypatch.setattr(measure, "provenance", lambda: process)
         monkeypatch.setattr(measure, "device_name", lambda: fields["device"])
-        decoders = [Decoder(AUTOREGRESSIVE, engine), Decoder("P", engine)]
-        return [describe(config, decoders, []), settings_of(config, decoders, {})]
+        engines = {AUTOREGRESSIVE: engine, "P": engine}
+        return [describe(config, engines, []), settings_of(config, engines, {})]
 
     versions = {"jax": "1", "poss_jax": "2", "python": "3"}
     config = BenchConfig(target="t", drafts={"P": "d"}, draft_vocabulary="v.json")

@@ -82,8 +82,8 @@ def few_settings(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lossless_run, "TEMPERATURES", (0.0, 0.1, 1.0))
     every = lossless_run.list_settings
 
-    def few(decoder, *, is_thorough):
-        return islice(every(decoder, is_thorough=is_thorough), 1, 2)
+    def few(*draft, is_thorough):
+        return islice(every(*draft, is_thorough=is_thorough), 1, 2)
 
     monkeypatch.setattr(lossless_run, "list_settings", few)
 

@@ -26,6 +26,7 @@ from poss_jax.data.rows import Rows, make_rows
 from poss_jax.engine.answers import Generation, mean_acceptance_length
 from poss_jax.engine.device import default_dtype
 from poss_jax.engine.dialogue import Dialogue
+from poss_jax.engine.engine import Engine
 from poss_jax.learn.task import DraftTask
 from poss_jax.learn.validation import DraftSums, make_draft_validation
 from poss_jax.model.documents import TrainBatch
@@ -34,7 +35,7 @@ from poss_jax.model.target import stack_layers
 from poss_jax.program.output import fold, format_rows
 from poss_jax.shapes import Params
 
-from .measure import Decoder, load_decoders, play
+from .measure import AUTOREGRESSIVE, load_engines, play
 from .questions import read_questions
 from .statistics import compare, estimate, estimate_mean, format_estimate, share
 from .summary import LOOPING_BELOW, count_reaching, distinct_ngram_share
@@ -110,9 +111,10 @@ def decode(config: BenchConfig, depth: int) -> tuple[Answers, list[int], dict[st
         lookup=0,
         tree=TreeConfig(depth=depth, top_k=1, total_tokens=depth + 1),
     )
-    baseline, *drafts = load_decoders(chains)
-    questions = read_questions(chains, baseline.engine)
-    texts = _answer(baseline, questions)
+    engines = load_engines(chains)
+    baseline = engines.pop(AUTOREGRESSIVE)
+    questions = read_questions(chains, baseline)
+    texts = _answer(AUTOREGRESSIVE, baseline, questions)
     shares = [distinct_ngram_share(_join(turns, "output_ids")) for turns in texts]
     kept = [i for i, s in enumerate(shares) if s >= LOOPING_BELOW] or list(range(len(texts)))
     texts, questions = [texts[i] for i in kept], [questions[i] for i in kept]
@@ -123,12 +125,12 @@ def decode(config: BenchConfig, depth: int) -> tuple[Answers, list[int], dict[st
             "other prompts"
         )
     looping = [i for i in range(len(shares)) if i not in kept]
-    return texts, looping, {draft.name: _answer(draft, questions) for draft in drafts}
+    return texts, looping, {name: _answer(name, engines[name], questions) for name in engines}
 
 
-def _answer(decoder: Decoder, questions: Sequence[Dialogue]) -> Answers:
-    bar = progress_bar(questions, desc=decoder.name, unit="prompt")
-    return [[timed.answer for timed in play(decoder.engine, [question])[0]] for question in bar]
+def _answer(name: str, engine: Engine, questions: Sequence[Dialogue]) -> Answers:
+    bar = progress_bar(questions, desc=name, unit="prompt")
+    return [[timed.answer for timed in play(engine, [question])[0]] for question in bar]
 
 
 def lay_out(texts: Answers) -> Rows:
@@ -192,7 +194,11 @@ def describe_draft(texts: Answers, decoded: Answers, followed: Followed) -> dict
         lambda of_texts: np.add.reduceat(of_texts, first_texts, dtype=np.float64), followed.sums
     )
     num_depths = sums.accepted.shape[1]
-    offered, reached = count_rounds(decoded, num_depths)
+    # A round that the end of an answer cuts short does not reach the depths beyond the cut.
+    offered, reached = (
+        count_reaching([np.array(_join(turns, name)) for turns in decoded], num_depths)
+        for name in ("offered_per_round", "accepted_per_round")
+    )
     chains = np.repeat(sums.num_chains[:, None], num_depths, axis=1)
     tested = np.concatenate([chains[:, :1], sums.accepted[:, :-1]], axis=1)
     rounds = sums.accepted, tested, reached, offered
@@ -222,52 +228,29 @@ def describe_draft(texts: Answers, decoded: Answers, followed: Followed) -> dict
     }
 
 
-def count_rounds(answers: Answers, num_depths: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts the rounds of chains that reached each depth, and that accepted it: [questions R].
+def _share_as_predicted(texts: Answers, decoded: Answers, tokens: np.ndarray) -> float | None:
+    """Share of rounds that accept what teacher forcing predicts; None if no text is equal.
 
-    A round that the end of an answer cuts short does not reach the depths beyond the cut.
-    """
-    offered, accepted = (
-        count_reaching([np.array(_join(turns, name)) for turns in answers], num_depths)
-        for name in ("offered_per_round", "accepted_per_round")
-    )
-    return offered.astype(float), accepted.astype(float)
-
-
-def predicted_rounds(answer: Generation, tokens: np.ndarray) -> list[int]:
-    """Counts the drafted tokens that each round should accept, judging by teacher forcing.
-
-    A round that begins after row s accepts as many tokens as hit in sequence on the diagonal from
-    there. The next round begins after the accepted tokens and the target's one.
+    A round that begins after row s should accept as many tokens as hit in sequence on the diagonal
+    from there. The next round begins after the accepted tokens and the target's one.
 
     Args:
-      answer: an answer that was decoded with chains.
-      tokens: [R T] most likely token at every depth and row of its text.
+      tokens: [texts R T] most likely token at every depth and row.
     """
-    text = _all_ids(answer)
-    hits = tokens[:, : len(text) - 2] == np.array(text[2:])
-    row, predicted = len(answer.prompt_ids) - 1, []
-    for accepted in answer.accepted_per_round:
-        predicted.append(int(hits.diagonal(row).cumprod().sum()))
-        row += accepted + 1
-    return predicted
-
-
-def _share_as_predicted(texts: Answers, decoded: Answers, tokens: np.ndarray) -> float | None:
-    """Share of rounds that accept what teacher forcing predicts; None if no text is equal."""
     pairs = [
         pair
         for turns, answers in zip(texts, decoded, strict=True)
         for pair in zip_longest(turns, answers[: len(turns)])  # rounding may end a dialogue early
     ]
-    is_predicted = [
-        accepted == predicted
-        for (text, answer), predictions in zip(pairs, tokens, strict=True)
-        if answer and _all_ids(answer) == _all_ids(text)
-        for accepted, predicted in zip(
-            answer.accepted_per_round, predicted_rounds(answer, predictions), strict=True
-        )
-    ]
+    is_predicted = []
+    for (text, answer), predictions in zip(pairs, tokens, strict=True):
+        if not answer or _all_ids(answer) != _all_ids(text):
+            continue
+        ids, row = _all_ids(answer), len(answer.prompt_ids) - 1
+        hits = predictions[:, : len(ids) - 2] == np.array(ids[2:])
+        for accepted in answer.accepted_per_round:
+            is_predicted.append(accepted == hits.diagonal(row).cumprod().sum())
+            row += accepted + 1
     return float(np.mean(is_predicted)) if is_predicted else None
 
 
@@ -287,55 +270,35 @@ def _join(answers: Sequence[Generation], name: str) -> list[int]:
     return [number for answer in answers for number in getattr(answer, name)]
 
 
-# --------------------------------------------------------------------------------------------------
-# Tables and figures
-
-
 def format_report(report: dict[str, Any]) -> str:
     """The report as Markdown tables."""
-    looping = report["looping_prompts"]
+    head = ["draft", "acceptance length, simulated", "decoded", "rounds as predicted"]
+    table = []
+    for name, draft in report["drafts"].items():
+        lengths = (draft[f"{kind}_acceptance_length"] for kind in ("simulated", "decoded"))
+        predicted = draft["rounds_as_predicted"]
+        share = "" if predicted is None else f"{predicted:.1%}"
+        table.append([name, *map(format_estimate, lengths), share])
     lines = [
         f"{report['prompts']} prompts x {report['max_new_tokens']} new tokens, greedy, chains of "
-        f"depth {report['depth']}; left out since their answers loop: {looping}; [95 % interval "
-        "over prompts]",
-        "",
-        *_summary(report["drafts"]),
-        *_pairs(report["pairs"]),
+        f"depth {report['depth']}; left out since their answers loop: {report['looping_prompts']}; "
+        "[95 % interval over prompts]\n",
+        *format_rows(head, table),
     ]
-    for name, draft in report["drafts"].items():
-        lines += ["", f"{name}, by position:", "", *_by_depth(draft)]
-    return "\n".join(lines)
-
-
-def _summary(drafts: dict[str, Any]) -> list[str]:
-    head = ["acceptance length, simulated", "decoded", "rounds as predicted"]
-    table = []
-    for name, draft in drafts.items():
-        lengths = (draft[f"{kind}_acceptance_length"] for kind in ("simulated", "decoded"))
-        cells = [name, *map(format_estimate, lengths)]
-        predicted = draft["rounds_as_predicted"]
-        cells.append("" if predicted is None else f"{predicted:.1%}")
-        table.append(cells)
-    return format_rows(["draft", *head], table)
-
-
-def _pairs(pairs: list[dict[str, Any]]) -> list[str]:
-    if not pairs:
-        return []
-    table = []
-    for pair in pairs:
+    pairs = []
+    for pair in report["pairs"]:
         first, second = pair["drafts"]
         difference = format_estimate(pair["difference"], digits=3)
-        table.append([f"{second} less {first}", difference, f"{pair['p_value']:.4f}"])
-    return ["", *format_rows(["pair", "difference of decoded acceptance length", "p"], table)]
-
-
-def _by_depth(draft: dict[str, Any]) -> list[str]:
-    lines = [*_table_by_depth(draft, _COLUMNS), ""]
-    lines += fold("accepted so far", _table_by_depth(draft, _SO_FAR))
-    if "feature_cosine" not in draft["by_depth"]:
-        lines += ["", "(no cosine: it predicts its own state, not the target's feature)"]
-    return lines
+        pairs.append([f"{second} less {first}", difference, f"{pair['p_value']:.4f}"])
+    if pairs:
+        head = ["pair", "difference of decoded acceptance length", "p"]
+        lines += ["", *format_rows(head, pairs)]
+    for name, draft in report["drafts"].items():
+        lines += [f"\n{name}, by position:\n", *_table_by_depth(draft, _COLUMNS), ""]
+        lines += fold("accepted so far", _table_by_depth(draft, _SO_FAR))
+        if "feature_cosine" not in draft["by_depth"]:
+            lines.append("\n(no cosine: it predicts its own state, not the target's feature)")
+    return "\n".join(lines)
 
 
 def _table_by_depth(draft: dict[str, Any], columns: dict[str, str]) -> list[str]:
@@ -346,30 +309,3 @@ def _table_by_depth(draft: dict[str, Any], columns: dict[str, str]) -> list[str]
         here = ({key: values[depth] for key, values in number.items()} for number in numbers)
         table.append([depth + 1, specialist + 1, *map(format_estimate, here)])
     return format_rows(["position", "specialist", *present.values()], table)
-
-
-def draw_gap(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
-    """Draws acceptance by position, dashed in decoding."""
-    for name, draft in drafts.items():
-        numbers, colour = draft["by_depth"], colours[name]
-        draw_interval(axes, numbers["conditional_acceptance"], label=name, color=colour)
-        style = {"label": f"{name}, decoding", "linestyle": "--", "marker": ""}
-        draw_interval(axes, numbers["decoded_conditional_acceptance"], color=colour, **style)
-    axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
-
-
-def draw_drift(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
-    """Draws cosines by position, of drafts that predict features."""
-    for name, draft in drafts.items():
-        if "feature_cosine" in draft["by_depth"]:
-            number = draft["by_depth"]["feature_cosine"]
-            draw_interval(axes, number, label=name, color=colours[name])
-    axes.set(xlabel="draft position", ylabel="cosine with the target's feature")
-
-
-def draw_interval(axes: Any, number: dict[str, Any], **style: Any) -> None:
-    """Draws a number by position, with its interval where one is known."""
-    value, low, high = (np.array(number[key], float) for key in ("value", "low", "high"))
-    position = np.arange(1, len(value) + 1)
-    axes.plot(position, value, **({"marker": "o"} | style))
-    axes.fill_between(position, low, high, color=style["color"], alpha=0.12, linewidth=0)

@@ -11,7 +11,6 @@ An idle device needs at least the time of moving a phase's bytes or of computing
 whichever is longer. Phases run one after another, so a round's floor is the sum of its phases'.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -139,9 +138,9 @@ def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
     """
     levels = range(work.tree.depth if work.draft else 0)
     phases = {f"draft/level{depth}": draft_level(work, depth) for depth in levels}
-    drafting = {"draft": add_costs(phases.values())} if work.shape.max_accepted else {}
+    drafting = {"draft": sum(phases.values(), Cost())} if work.shape.max_accepted else {}
     later = {"verify": verify(work), "accept": accept(work), "commit": commit(work)}
-    total = add_costs([*phases.values(), *later.values()])
+    total = sum([*phases.values(), *later.values()], Cost())
     return {"prefill": prefill(work, prompt_tokens), **phases, **drafting, **later, "round": total}
 
 
@@ -168,25 +167,19 @@ def num_parts(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape["tensor"]
 
 
-def add_costs(costs: Iterable[Cost]) -> Cost:
-    """Adds costs up."""
-    return sum(costs, Cost())
-
-
 def prefill(work: Workload, num_tokens: int) -> Cost:
     """Prompts of `num_tokens` through the target, and their pairs into the draft's caches."""
     config, rows = work.target, work.batch * num_tokens
     weights = config.num_layers * _layer_weights(config)
     pairs = work.batch * num_tokens * (num_tokens + 1) / 2
-    return add_costs(
-        [
-            _product(weights, rows, work.target_bytes),
-            Cost(flops=config.num_layers * _attention_flops(config, pairs)),
-            _cache_rows(work, config, config.num_layers * rows),
-            _product(config.vocab_size * config.hidden_size, work.batch, work.target_bytes),
-            _commit_pairs(work, rows, attended=0, pairs=pairs),
-        ]
-    )
+    costs = [
+        _product(weights, rows, work.target_bytes),
+        Cost(flops=config.num_layers * _attention_flops(config, pairs)),
+        _cache_rows(work, config, config.num_layers * rows),
+        _product(config.vocab_size * config.hidden_size, work.batch, work.target_bytes),
+        _commit_pairs(work, rows, attended=0, pairs=pairs),
+    ]
+    return sum(costs, Cost())
 
 
 def decode(work: Workload) -> Cost:
@@ -206,9 +199,10 @@ def draft_level(work: Workload, depth: int) -> Cost:
     specialist that reads its own stream also projects the tree's earlier rows again. The rows of a
     looped draft pass its further layers, too. P-EAGLE runs all positions after the first at once.
     """
-    draft = _draft_of(work)
+    draft = work.draft
+    assert draft is not None, "want a workload with a draft"
     if draft.mask_token is not None and depth > 1:
-        return _draft_head(work, work.batch * work.tree.top_k)
+        return _draft_head(work, draft, work.batch * work.tree.top_k)
     project = _project_weights(draft)
     layer, width, top_k = draft.layer, _input_width(draft), work.tree.top_k
     if depth == 0 and draft.num_further:  # the last of its layers
@@ -216,7 +210,7 @@ def draft_level(work: Workload, depth: int) -> Cost:
     rows, new = (work.batch, 0) if depth == 0 else (work.batch * top_k, work.batch * top_k)
     if depth and draft.stream_at(depth) != draft.stream_at(depth - 1):
         new *= depth
-    attended = _draft_context(work) + depth * top_k
+    attended = _draft_context(work, draft) + depth * top_k
     costs = [
         _product(
             _layer_weights(layer, width) - _key_value_weights(layer, width),
@@ -226,17 +220,18 @@ def draft_level(work: Workload, depth: int) -> Cost:
         _product(project, new or rows, work.specialist_bytes),
         _cache_rows(work, layer, work.batch * attended + new),
         Cost(flops=_attention_flops(layer, rows * attended)),
-        _draft_head(work, rows),
+        _draft_head(work, draft, rows),
     ]
     if depth:
         costs.append(_product(_key_value_weights(layer, width), new, work.specialist_bytes))
-        costs.append(_product(_feed_back_weights(draft), rows, work.draft_bytes))
+        if width <= layer.hidden_size:  # else specialists read both halves apart
+            costs.append(_product(_fuse_weights(draft), rows, work.draft_bytes))
     if depth and draft.is_looped:
         weights = draft.num_further * _layer_weights(layer)
         costs.append(_product(weights, rows, work.specialist_bytes))
         costs.append(_cache_rows(work, layer, draft.num_further * (work.batch * attended + new)))
         costs.append(Cost(flops=draft.num_further * _attention_flops(layer, rows * attended)))
-    return add_costs(costs)
+    return sum(costs, Cost())
 
 
 def accept(work: Workload) -> Cost:
@@ -253,14 +248,13 @@ def commit(work: Workload) -> Cost:
     moved = _cache_rows(work, work.target, 2 * work.target.num_layers * rows)  # read and written
     if work.draft is None:
         return moved
-    context = _draft_context(work)
+    context = _draft_context(work, work.draft)
     pairs = rows * (context + length)
     return moved + _commit_pairs(work, rows, attended=work.batch * context, pairs=pairs)
 
 
-def _draft_context(work: Workload) -> int:
+def _draft_context(work: Workload, draft: DraftConfig) -> int:
     """Context rows that a draft attends."""
-    draft = _draft_of(work)
     return min(work.context, draft.num_sinks + (draft.window or work.context))
 
 
@@ -268,13 +262,12 @@ def _target_pass(work: Workload, num_rows: int) -> Cost:
     config, rows = work.target, work.batch * num_rows
     weights = config.num_layers * _layer_weights(config) + config.vocab_size * config.hidden_size
     attended = work.context + num_rows
-    return add_costs(
-        [
-            _product(weights, rows, work.target_bytes),
-            _cache_rows(work, config, config.num_layers * work.batch * attended),
-            Cost(flops=config.num_layers * _attention_flops(config, rows * attended)),
-        ]
-    )
+    costs = [
+        _product(weights, rows, work.target_bytes),
+        _cache_rows(work, config, config.num_layers * work.batch * attended),
+        Cost(flops=config.num_layers * _attention_flops(config, rows * attended)),
+    ]
+    return sum(costs, Cost())
 
 
 def _commit_pairs(work: Workload, rows: int, *, attended: int, pairs: float) -> Cost:
@@ -292,18 +285,16 @@ def _commit_pairs(work: Workload, rows: int, *, attended: int, pairs: float) -> 
     weights += streams * _project_weights(draft)
     for width, key_value in zip(widths[:-1], key_values[:-1], strict=True):
         weights += _layer_weights(layer, width) - key_value
-    return add_costs(
-        [
-            _product(_fuse_weights(draft), rows, work.draft_bytes),
-            _product(weights, rows, work.specialist_bytes),
-            _cache_rows(work, layer, streams * rows + further * attended),
-            Cost(flops=further * _attention_flops(layer, pairs)),
-        ]
-    )
+    costs = [
+        _product(_fuse_weights(draft), rows, work.draft_bytes),
+        _product(weights, rows, work.specialist_bytes),
+        _cache_rows(work, layer, streams * rows + further * attended),
+        Cost(flops=further * _attention_flops(layer, pairs)),
+    ]
+    return sum(costs, Cost())
 
 
-def _draft_head(work: Workload, rows: int) -> Cost:
-    draft = _draft_of(work)
+def _draft_head(work: Workload, draft: DraftConfig, rows: int) -> Cost:
     tokens = work.draft_vocabulary or draft.head_size or work.target.vocab_size
     each = work.target_bytes if draft.head_size is None else work.draft_bytes
     return _product(tokens * draft.layer.hidden_size, rows, each)
@@ -357,14 +348,3 @@ def _project_weights(draft: DraftConfig) -> int:
     """Weights that join both halves in a specialist that has a projection."""
     specialist = _item_shapes(draft)["specialists/0"]
     return prod(specialist["project"]["weight"]) if "project" in specialist else 0
-
-
-def _feed_back_weights(draft: DraftConfig) -> int:
-    """Weights that a predicted feature passes: none where specialists read both halves apart."""
-    return 0 if _input_width(draft) > draft.layer.hidden_size else _fuse_weights(draft)
-
-
-def _draft_of(work: Workload) -> DraftConfig:
-    if work.draft is None:
-        raise ValueError("want a workload with a draft, got one that decodes autoregressively")
-    return work.draft

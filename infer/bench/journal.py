@@ -6,9 +6,10 @@ Kept     results of other long measurements, in the cache folder until these are
 
 import json
 import logging
+import os
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +22,10 @@ from poss_jax.config.bench import BenchConfig
 from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.engine.answers import Generation
+from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 
-from .measure import Decoder, digest, identify
+from .measure import digest, identify
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,19 +65,6 @@ class Turn:
     first_token_seconds: float
 
 
-def make_turn(answer: Generation, seconds: float, first_token_seconds: float) -> Turn:
-    """Picks the parts of an answer that the journal keeps."""
-    return Turn(
-        text=answer.text or "",
-        output_ids=answer.output_ids,
-        accepted=answer.accepted_per_round,
-        offered=answer.offered_per_round,
-        copied=answer.copied_per_round,
-        seconds=seconds,
-        first_token_seconds=first_token_seconds,
-    )
-
-
 @dataclass(frozen=True)
 class Answer:
     """The answers to all turns of one question that were played, with its id and category."""
@@ -86,25 +74,9 @@ class Answer:
     category: str
     turns: list[Turn]
 
-    @property
-    def output_ids(self) -> list[int]:
-        """Tokens of all turns."""
-        return [token for turn in self.turns for token in turn.output_ids]
-
-    @property
-    def accepted(self) -> list[int]:
-        """Accepted drafted tokens of all rounds of all turns."""
-        return [count for turn in self.turns for count in turn.accepted]
-
-    @property
-    def offered(self) -> list[int]:
-        """Deepest offered positions of all rounds of all turns."""
-        return [count for turn in self.turns for count in turn.offered]
-
-    @property
-    def copied(self) -> list[int]:
-        """Copied tokens of all rounds of all turns."""
-        return [count for turn in self.turns for count in turn.copied]
+    def join(self, name: str) -> list[int]:
+        """Joins a list of all turns, such as `accepted`."""
+        return [number for turn in self.turns for number in getattr(turn, name)]
 
     @property
     def seconds(self) -> float:
@@ -148,7 +120,15 @@ class Journal:
             _write_json(folder / SETTINGS, settings)
             return
         saved = _read_json(folder / SETTINGS, "give --overwrite to start from scratch")
-        self.answers = {answer.key: answer for answer in _read_whole_lines(folder / ANSWERS)}
+        for number, line in enumerate(_read_whole_lines(folder / ANSWERS), start=1):
+            try:
+                answer = _ANSWER.validate_json(line)
+            except ValidationError as error:
+                raise UserError(
+                    f"{folder / ANSWERS}:{number}: want an answer of infer.bench, got a damaged "
+                    "line; remove it, and the question is answered again"
+                ) from error
+            self.answers[answer.key] = answer
         if (folder / METHODS).is_file():
             advice = "remove it, and the methods are measured again"
             self.methods = _read_json(folder / METHODS, advice)
@@ -160,19 +140,13 @@ class Journal:
         """Takes in an answer, and writes it to the file before it returns."""
         self.answers[answer.key] = answer
         if self._folder is not None:
-            path = self._folder / ANSWERS
-            with naming(path), path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(answer)) + "\n")
+            _append(self._folder / ANSWERS, asdict(answer))
 
     def describe(self, name: str, numbers: dict[str, Any]) -> None:
         """Keeps other measurements of a method, JSON-compatible."""
         self.methods[name] = numbers
         if self._folder is not None:
             _write_json(self._folder / METHODS, self.methods)
-
-    def missing(self, keys: Iterable[Key]) -> Iterator[Key]:
-        """Yields those keys that have no answer yet."""
-        return (key for key in keys if key not in self.answers)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -197,8 +171,9 @@ def _join_settings(
 
 
 def _differ(saved: Any, current: Any) -> bool:
+    """Tells whether two settings differ, of two dicts in a key that both have."""
     if isinstance(saved, dict) and isinstance(current, dict):
-        return any(saved[name] != current[name] for name in saved.keys() & current.keys())
+        return saved | current != current | saved
     return saved != current
 
 
@@ -212,21 +187,18 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     return value
 
 
-def _read_whole_lines(path: Path) -> Iterator[Answer]:
-    """Yields the answers of a journal, and cuts off a last line that was not written whole."""
-    if not path.is_file():
-        return
-    data = path.read_bytes()
-    if len(complete := data[: data.rfind(b"\n") + 1]) < len(data):
-        path.write_bytes(complete)
-    for number, line in enumerate(complete.splitlines(), start=1):
-        try:
-            yield _ANSWER.validate_json(line)
-        except ValidationError as error:
-            raise UserError(
-                f"{path}:{number}: want an answer of infer.bench, got a damaged line; remove it, "
-                "and the question is answered again"
-            ) from error
+def _read_whole_lines(path: Path) -> list[bytes]:
+    """Reads lines that were appended, and cuts off a last one that was not written whole."""
+    data = path.read_bytes() if path.is_file() else b""
+    complete = data[: data.rfind(b"\n") + 1]
+    if complete != data:
+        os.truncate(path, len(complete))
+    return complete.splitlines()
+
+
+def _append(path: Path, value: Any) -> None:
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,11 +206,7 @@ def _read_whole_lines(path: Path) -> Iterator[Answer]:
 
 
 class Kept:
-    """Results by name, all JSON-compatible.
-
-    Attributes:
-      path: their file, a JSON line per result.
-    """
+    """Results by name, all JSON-compatible, in a file with a line per result."""
 
     def __init__(self, program: str, made_from: dict[str, Any]) -> None:
         """Finds what an interrupted run has kept.
@@ -250,9 +218,7 @@ class Kept:
         self.path = cache_folder() / "unfinished" / file
         self._results: dict[str, Any] = {}
         if self.path.is_file():
-            lines = self.path.read_text().rpartition("\n")[0]  # the last may be incomplete
-            write_file(self.path, lines + "\n" * bool(lines))
-            for line in lines.splitlines():
+            for line in _read_whole_lines(self.path):
                 self._results |= json.loads(line)
             _LOG.warning("going on with %d results of %s", len(self._results), self.path)
 
@@ -262,11 +228,10 @@ class Kept:
     def get(self, name: str, measure: Callable[[], Any]) -> Any:
         """Returns a result, which is measured unless it was kept; as JSON gives it back."""
         if name not in self._results:
-            line = json.dumps({name: measure()})
+            result = {name: measure()}
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(f"{line}\n")
-            self._results |= json.loads(line)
+            _append(self.path, result)
+            self._results |= json.loads(json.dumps(result))
         return self._results[name]
 
     def finish(self) -> None:
@@ -276,13 +241,13 @@ class Kept:
 
 def describe(
     config: BenchConfig,
-    decoders: Sequence[Decoder],
+    engines: Mapping[str, Engine],
     prompts: Sequence[PreparedPrompt],
     **settings: Any,
 ) -> dict[str, Any]:
-    """All that decides texts and times of some decoders, JSON-compatible."""
+    """All that decides texts and times of some engines, JSON-compatible."""
     of_run = {"config": config_to_dict(config), "prompts": [prompt.ids for prompt in prompts]}
-    return settings | of_run | identify(config, decoders)
+    return settings | of_run | identify(config, engines)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -297,47 +262,39 @@ def write_answer_files(answers: Sequence[Answer], folder: Path) -> None:
     Files of an earlier report are removed. Names are quoted as in URLs.
     """
     files: dict[tuple[str, str], list[Answer]] = defaultdict(list)
-    for answer in answers:
+    for answer in sorted(answers, key=lambda answer: answer.key.question):
         cell = answer.key.cell
         if answer.key.repeat == 0:
             name = f"{answer.key.method}-temperature-{cell.temperature:g}-seed-{cell.seed}"
             files[quote(cell.set, safe=""), quote(name, safe="")].append(answer)
-    for layout, count in (("eagle", _count_for_eagle), ("spec-bench", _count_for_spec_bench)):
+    for layout in ("eagle", "spec-bench"):
         for earlier in (folder / layout).glob("*/model_answer/*.jsonl"):
             earlier.unlink()
         for (name, model), group in files.items():
             path = folder / layout / name / "model_answer" / f"{model}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            group.sort(key=lambda answer: answer.key.question)
-            lines = [json.dumps(_lay_out(answer, model, count(answer))) for answer in group]
+            lines = [json.dumps(_lay_out(answer, model, layout)) for answer in group]
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _count_for_eagle(answer: Answer) -> dict[str, Any]:
-    """Counts rounds as EAGLE and PosS do."""
-    idxs = [len(turn.accepted) - 1 for turn in answer.turns]
-    return {"idxs": idxs, "accept_length": answer.accepted}
-
-
-def _count_for_spec_bench(answer: Answer) -> dict[str, Any]:
-    """Counts rounds as Spec-Bench does."""
-    steps = [len(turn.accepted) for turn in answer.turns]
-    return {"decoding_steps": steps, "accept_lengths": [count + 1 for count in answer.accepted]}
-
-
-def _lay_out(answer: Answer, model: str, counts: dict[str, Any]) -> dict[str, Any]:
+def _lay_out(answer: Answer, model: str, layout: str) -> dict[str, Any]:
+    rounds, accepted = [len(turn.accepted) for turn in answer.turns], answer.join("accepted")
+    if layout == "eagle":
+        counts = {"idxs": [count - 1 for count in rounds], "accept_length": accepted}
+    else:
+        counts = {"decoding_steps": rounds, "accept_lengths": [count + 1 for count in accepted]}
     choice = {
         "index": 0,
         "turns": [turn.text for turn in answer.turns],
         "new_tokens": [len(turn.output_ids) for turn in answer.turns],
         "wall_time": [turn.seconds for turn in answer.turns],
+        **counts,
     }
-    name = json.dumps([model, answer.key])
     return {
         "question_id": answer.id,
         "category": answer.category,
-        "answer_id": str(uuid.uuid5(uuid.NAMESPACE_URL, name)),
+        "answer_id": str(uuid.uuid5(uuid.NAMESPACE_URL, json.dumps([model, answer.key]))),
         "model_id": model,
-        "choices": [choice | counts],
+        "choices": [choice],
         "tstamp": 0.0,
     }

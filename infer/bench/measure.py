@@ -4,8 +4,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from poss_jax.bundled.default import default_drafts, with_bundled
 from poss_jax.checkpoint.record import provenance, read_record
-from poss_jax.config.bench import BenchConfig, MethodConfig
+from poss_jax.config.bench import BenchConfig
 from poss_jax.config.decoding import SMOLLM2
 from poss_jax.config.models import Quantisation
 from poss_jax.config.reading import UserError
@@ -44,39 +44,6 @@ _FIRST_TOKEN_CALLS = 5
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass
-class Decoder:
-    """A decoding method, and its row in the table."""
-
-    name: str
-    engine: Engine
-    compile_seconds: float = 0.0  # including the runs it takes
-    # From a prompt: `cold`, the engine's first call, and `warm`, the median of later ones.
-    first_token_seconds: dict[str, float] = field(default_factory=dict)
-
-    def compile(self, dialogues: Sequence[Dialogue], *, batch_size: int = 1) -> None:
-        """Compiles the programs of all capacities that dialogues can need; runs a round of each.
-
-        Times the first prompt's first token before that (cold) and after it (warm).
-        """
-        first = next(dialogue.prompt for dialogue in dialogues if dialogue.prompt is not None)
-        started = time.monotonic()
-        cold = time_first_token(self.engine, first)
-        compiled = set()
-        for prompt in _prompts_of_all_capacities(self.engine, dialogues):
-            batch = FixedBatch(self.engine, [prompt], batch_size=batch_size)
-            program = batch.config, jax.tree.structure(batch.request)
-            if program not in compiled:
-                limits = jnp.minimum(batch.request.max_new_tokens, 2)
-                batch.request = batch.request.replace(max_new_tokens=limits)
-                batch.start()
-                jax.block_until_ready(run_rounds(*batch.arguments))
-                compiled.add(program)
-        self.compile_seconds = time.monotonic() - started
-        warm = [time_first_token(self.engine, first) for _ in range(_FIRST_TOKEN_CALLS)]
-        self.first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}
-
-
 def with_default_models(config: BenchConfig) -> BenchConfig:
     """Names the folders of bundled models; the default target comes with all its drafts."""
     if config.target == SMOLLM2 and not config.drafts:
@@ -85,8 +52,8 @@ def with_default_models(config: BenchConfig) -> BenchConfig:
 
 
 @waiting("loading the models ...")
-def load_decoders(config: BenchConfig) -> list[Decoder]:
-    """Loads every target once; makes the autoregressive engine and one per method."""
+def load_engines(config: BenchConfig) -> dict[str, Engine]:
+    """Loads every target once; makes the autoregressive engine, then one per method, by name."""
     methods = config.all_methods
     if AUTOREGRESSIVE in methods:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
@@ -96,29 +63,52 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
         settings = config.for_engine(quantise=quantise, lookup=0)
         return Engine.load(config.target, settings=settings, mesh=config.mesh)
 
-    engines = {AUTOREGRESSIVE: load_target(config.quantise)} | {
-        name: _decode_by(method, config.lookup, load_target(method.quantise or config.quantise))
-        for name, method in methods.items()
-    }
-    return [Decoder(name, engine) for name, engine in engines.items()]
+    engines = {AUTOREGRESSIVE: load_target(config.quantise)}
+    for name, method in methods.items():
+        overrides = {key: value for key, value in vars(method).items() if value is not None}
+        draft = overrides.pop("draft", None)
+        engine = load_target(method.quantise or config.quantise)
+        settings = replace(engine.settings, **{"lookup": config.lookup} | overrides)
+        engine = engine.with_settings(settings)
+        engines[name] = engine if draft is None else engine.load_draft(draft)
+    return engines
 
 
-def _decode_by(method: MethodConfig, lookup: int, engine: Engine) -> Engine:
-    """Gives a target's engine the draft and the settings of a method; `lookup` if it has none."""
-    overrides = {name: value for name, value in vars(method).items() if value is not None}
-    draft = overrides.pop("draft", None)
-    engine = engine.with_settings(replace(engine.settings, **{"lookup": lookup} | overrides))
-    return engine if draft is None else engine.load_draft(draft)
+def compile_programs(
+    engine: Engine, dialogues: Sequence[Dialogue], *, batch_size: int = 1
+) -> dict[str, Any]:
+    """Compiles the programs of all capacities that dialogues can need; runs a round of each.
+
+    Returns:
+      `compile_seconds`, these runs included; and `first_token_seconds` of the first prompt: `cold`,
+      the engine's first call, and `warm`, the median of later ones.
+    """
+    first = next(dialogue.prompt for dialogue in dialogues if dialogue.prompt is not None)
+    started = time.monotonic()
+    cold = time_first_token(engine, first)
+    compiled = set()
+    for prompt in _prompts_of_all_capacities(engine, dialogues):
+        batch = FixedBatch(engine, [prompt], batch_size=batch_size)
+        program = batch.config, jax.tree.structure(batch.request)
+        if program not in compiled:
+            limits = jnp.minimum(batch.request.max_new_tokens, 2)
+            batch.request = batch.request.replace(max_new_tokens=limits)
+            batch.start()
+            jax.block_until_ready(run_rounds(*batch.arguments))
+            compiled.add(program)
+    seconds = time.monotonic() - started
+    warm = [time_first_token(engine, first) for _ in range(_FIRST_TOKEN_CALLS)]
+    first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}
+    return {"compile_seconds": seconds, "first_token_seconds": first_token_seconds}
 
 
-def identify(config: BenchConfig, decoders: Sequence[Decoder]) -> dict[str, Any]:
+def identify(config: BenchConfig, engines: Mapping[str, Engine]) -> dict[str, Any]:
     """What decides answers and times besides settings and questions, JSON-compatible.
 
     `weights`, `trees` and `draft_vocabularies` are by the name of the method.
     """
     folders = {name: m.draft or config.target for name, m in config.all_methods.items()}
     folders[AUTOREGRESSIVE] = config.target
-    engines = {decoder.name: decoder.engine for decoder in decoders}
     of_process = provenance()
     return {
         "weights": {name: read_record(folder).fingerprint for name, folder in folders.items()},
@@ -196,23 +186,22 @@ def count_memory(engine: Engine) -> dict[str, int]:
     Parameters are those of the model folder; what a draft borrows from its target as it is, such
     as the embedding, holds no bytes, a copy of some rows of the head does.
     """
-    config = engine.decode_config(2)
-    size = compute_dtype(engine.weights.target).itemsize
-    target = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(engine.weights.target)}
-    draft = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(engine.weights.draft)}
-    draft_only = {key: num_bytes for key, num_bytes in draft.items() if key not in target}
-    counts = {
+    config, size = engine.decode_config(2), compute_dtype(engine.weights.target).itemsize
+    target, draft = (
+        {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(params)} for params in engine.weights
+    )
+    draft_layer = config.draft.layer if config.draft else config.target
+    target_row, draft_row = (
+        2 * size * layer.num_kv_heads * layer.head_dim for layer in (config.target, draft_layer)
+    )
+    return {
         "target_parameters": count_parameters(config.target),
         "target_bytes": sum(target.values()),
         "draft_parameters": count_parameters(config.draft) if config.draft else 0,
-        "draft_bytes": sum(draft_only.values()),
+        "draft_bytes": sum(num_bytes for key, num_bytes in draft.items() if key not in target),
+        "target_cache_bytes_per_token": config.target.num_layers * target_row,
+        "draft_cache_bytes_per_token": config.num_streams * draft_row,
     }
-    row = 2 * size * config.target.num_kv_heads * config.target.head_dim
-    counts["target_cache_bytes_per_token"] = config.target.num_layers * row
-    if config.draft is not None:
-        row = 2 * size * config.draft.layer.num_kv_heads * config.draft.layer.head_dim
-    counts["draft_cache_bytes_per_token"] = config.num_streams * row
-    return counts
 
 
 def time_answer(engine: Engine, prompt: PreparedPrompt) -> float:

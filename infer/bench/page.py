@@ -11,13 +11,14 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from .by_depth import draw_drift, draw_gap, draw_interval
 from .phases import PARTS
 from .report import add_up, describe
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#785ef0", "#999999")
 """Colours of drafts in figures, distinct without red and green, on white and on black."""
 
+_SHARE = {"ylabel": "accepted, given all before", "ylim": (0, 1)}
+_COSINE = {"ylabel": "cosine with the target's feature"}
 _TEMPLATE = Path(__file__).with_name("page.html")
 
 
@@ -26,40 +27,51 @@ def write_page(report: dict[str, Any], path: Path) -> None:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     colours = dict(zip(report["methods"], cycle(COLOURS), strict=False))
-    drift = report.get("drift", {}).get("drafts")
-    answers = [group["example"].get("answers", {}) for group in report["groups"]]
-    depths = [
-        depth for by_method in answers for pieces in by_method.values() for _, depth in pieces
-    ]
+    total, figures, reach, depths = add_up(report), [], [], [0]
+    del total[report["baseline"]]
+    for group in report["groups"]:
+        methods = group["methods"]
+        drafts = {name: methods[name].get("not_looping", methods[name]["all"]) for name in total}
+        accepted = {name: rows["positionwise_acceptance"] for name, rows in drafts.items()}
+        figures.append(
+            [
+                _draw("Acceptance by position", _positions, accepted, colours, _SHARE),
+                _draw("Accepted drafted tokens per round", _rounds, drafts, colours),
+            ]
+        )
+        speed_ups = [entry["all"]["speed_up"] for entry in methods.values()]
+        reach += [number["high"] or number["value"] or 1 for number in speed_ups]
+        answers = group["example"].get("answers", {})
+        depths += [depth for pieces in answers.values() for _, depth in pieces]
+    drift = gap = None
+    if "drift" in report:
+        by_depth = {name: of["by_depth"] for name, of in report["drift"]["drafts"].items()}
+        cosine, trained, decoded = (
+            {name: numbers[key] for name, numbers in by_depth.items() if key in numbers}
+            for key in (
+                "feature_cosine",
+                "conditional_acceptance",
+                "decoded_conditional_acceptance",
+            )
+        )
+        drift = _draw("Drift of features", _positions, cosine, colours, _COSINE)
+        title = "Acceptance in training and in decoding"
+        gap = _draw(title, _positions, trained, colours, _SHARE, decoded)
+    ranked = sorted(total, key=lambda name: -total[name]["speed_up"])
     page = template.render(
         report=report,
         said=describe(report),
-        drafts=_rank(report),
-        reach=_reach(report),
+        drafts=[total[name] | {"name": name} for name in ranked],
+        reach=max(reach),
         colours=colours,
         number=_number,
-        figures=[_draw_group(group, report["baseline"], colours) for group in report["groups"]],
-        drift=drift and _draw("Drift of features", draw_drift, drift, colours),
-        gap=drift and _draw("Acceptance in training and in decoding", draw_gap, drift, colours),
+        figures=figures,
+        drift=drift,
+        gap=gap,
         phases="roofline" in report and _draw("Phases of a round", _phases, report),
-        deepest=max(depths, default=0),
+        deepest=max(depths),
     )
     path.write_text(page, encoding="utf-8")
-
-
-def _rank(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Numbers of the drafts over all groups, the fastest first."""
-    total = {name: add_up(report, name) for name in report["methods"]}
-    plain = total.pop(report["baseline"])["speed"]
-    drafts = [of | {"name": name, "speed_up": of["speed"] / plain} for name, of in total.items()]
-    return sorted(drafts, key=lambda draft: -draft["speed_up"])
-
-
-def _reach(report: dict[str, Any]) -> float:
-    """The largest speed-up of a group, or the end of its interval."""
-    methods = [method for group in report["groups"] for method in group["methods"].values()]
-    numbers = [method["all"]["speed_up"] for method in methods]
-    return max(speed_up["high"] or speed_up["value"] or 1 for speed_up in numbers)
 
 
 def _number(value: float, *neighbours: float | None) -> str:
@@ -67,15 +79,6 @@ def _number(value: float, *neighbours: float | None) -> str:
     largest = max(abs(number) for number in (value, *neighbours) if number is not None)
     decimals = sum(largest < bound for bound in (1, 10, 100))
     return f"{round(value, decimals) + 0.0:,.{decimals}f}"  # no -0.00
-
-
-def _draw_group(group: dict[str, Any], baseline: str, colours: dict[str, str]) -> list[Markup]:
-    shown = {name: rows.get("not_looping", rows["all"]) for name, rows in group["methods"].items()}
-    drafts = {name: rows for name, rows in shown.items() if name != baseline}
-    return [
-        _draw("Acceptance by position", _positions, drafts, colours),
-        _draw("Accepted drafted tokens per round", _rounds, drafts, colours),
-    ]
 
 
 def _draw(title: str, draw: Callable[..., None], *args: Any) -> Markup:
@@ -102,13 +105,13 @@ def _draw(title: str, draw: Callable[..., None], *args: Any) -> Markup:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
-        numbers = _describe_axes(axes)
+        words = _describe_axes(axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
         pyplot.close(figure)
     _, _, svg = text.getvalue().replace("#000000", "currentColor").partition("<svg")
     opening = Markup('<svg role="img" aria-label="{}"').format(title)
-    named = Markup("><title>{}</title><desc>{}</desc>").format(title, numbers)
+    named = Markup("><title>{}</title><desc>{}</desc>").format(title, words)
     return opening + Markup(svg.replace(">", named, 1))
 
 
@@ -124,10 +127,24 @@ def _describe_axes(axes: Any) -> str:
     return f"{labels}. {'; '.join(numbers)}"
 
 
-def _positions(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
-    for name, rows in drafts.items():
-        draw_interval(axes, rows["positionwise_acceptance"], label=name, color=colours[name])
-    axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
+def _positions(
+    axes: Any,
+    numbers: dict[str, Any],
+    colours: dict[str, str],
+    labels: dict[str, Any],
+    decoded: dict[str, Any] | None = None,
+) -> None:
+    """Draws numbers by position, with their intervals; those of decoding are dashed."""
+    for name in numbers:
+        lines = [(numbers[name], {"label": name, "marker": "o"})]
+        if decoded is not None:
+            lines.append((decoded[name], {"label": f"{name}, decoding", "linestyle": "--"}))
+        for number, style in lines:
+            value, low, high = (np.array(number[key], float) for key in ("value", "low", "high"))
+            position, colour = np.arange(1, len(value) + 1), colours[name]
+            axes.plot(position, value, color=colour, **style)
+            axes.fill_between(position, low, high, color=colour, alpha=0.12, linewidth=0)
+    axes.set(xlabel="draft position", **labels)
 
 
 def _rounds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:

@@ -126,7 +126,16 @@ def _read_set(source: str, config: BenchConfig, engine: Engine) -> tuple[str, li
     """Finds a set, and reads its name and as many records as are wanted."""
     code = DataConfig(source=source)
     if code.is_code:
-        prompts = _cut_code_prompts(source, code, config, engine)
+        if engine.tokenizer is None:
+            raise UserError(
+                f"prompts {source}: this target has no tokenizer; give prompt_ids in a file"
+            )
+        if code.packages:  # held out as a whole
+            texts = [record["text"] for _, record in read_records(code) if isinstance(record, dict)]
+        else:
+            texts = plain_texts(load_documents(code).validation)
+        sizes = {"num_prompts": config.num_prompts, "prompt_tokens": config.prompt_tokens}
+        prompts = prompts_from_documents(texts, engine.tokenizer, **sizes)
         return source, [{"prompt_ids": ids} for ids in prompts]
     if (path := _find_file(source, config.data_dir)) is not None:
         name = path.parent.name if path.name == QUESTIONS else path.stem
@@ -160,26 +169,23 @@ def read_file(path: AnyPath, limit: int) -> list[dict[str, Any]]:
     Raises:
       UserError: as `read_prompts`, or a question of SPEED-Bench whose text was left out.
     """
-    records = _read_parquet(path, limit) if path.suffix == ".parquet" else read_prompts(path)
-    questions = [_split_turns(record) for record in records[:limit]]
-    for number, question in enumerate(questions, start=1):
-        if any(_LEFT_OUT in turn for turn in question.get("turns", ())):
+    if path.suffix == ".parquet":
+        files = {"data_files": str(path), "split": "train"}
+        rows = _load(limit, str(path), "fetch the file again", "parquet", **files)
+        records = [check_record(row, f"{path}: row {n}") for n, row in enumerate(rows, start=1)]
+    else:
+        records = read_prompts(path)[:limit]
+    for number, record in enumerate(records, start=1):
+        messages = record.get("messages", ())
+        # Messages that are all the user's are turns: so SPEED-Bench's script writes them.
+        if messages and all(m == {"role": "user", "content": m.get("content")} for m in messages):
+            record["turns"] = [message["content"] for message in record.pop("messages")]
+        if any(_LEFT_OUT in turn for turn in record.get("turns", ())):
             raise UserError(
                 f"{path}: question {number}: want its text, got a placeholder; prepare SPEED-Bench "
                 "with its own script, which fetches the texts of other data sets"
             )
-    return questions
-
-
-def _split_turns(record: dict[str, Any]) -> dict[str, Any]:
-    """Takes messages that are all the user's for turns: so SPEED-Bench's script writes them."""
-    messages = record.get("messages", ())
-    if not messages or any(
-        message != {"role": "user", "content": message.get("content")} for message in messages
-    ):
-        return record
-    turns = [message["content"] for message in messages]
-    return {key: record[key] for key in record if key != "messages"} | {"turns": turns}
+    return records
 
 
 def _load(limit: int, where: str, advice: str, *names: Any, **options: Any) -> list[dict[str, Any]]:
@@ -191,12 +197,6 @@ def _load(limit: int, where: str, advice: str, *names: Any, **options: Any) -> l
         return list(itertools.islice(rows, limit))
     except Exception as error:  # of many families: the Hub's, Arrow's, the client's, the system's
         raise UserError(f"{where}: {one_line(error)}; {advice}") from error
-
-
-def _read_parquet(path: AnyPath, limit: int) -> list[dict[str, Any]]:
-    files = {"data_files": str(path), "split": "train"}
-    records = _load(limit, str(path), "fetch the file again", "parquet", **files)
-    return [check_record(record, f"{path}: row {n}") for n, record in enumerate(records, start=1)]
 
 
 def _read_humaneval() -> list[dict[str, Any]]:
@@ -219,35 +219,16 @@ def read_hub(name: str, subset: str | None, split: str, limit: int) -> list[dict
     column = next((key for key in _COLUMNS if key in records[0]), None)
     if column is None:
         raise UserError(f"data set {name}: want a column {'/'.join(_COLUMNS)}, got {[*records[0]]}")
-    return [
-        check_record(_as_turns(record, column), f"data set {name}, record {number}")
-        for number, record in enumerate(records, start=1)
-    ]
-
-
-def _as_turns(record: dict[str, Any], column: str) -> dict[str, Any]:
-    labels = {key: record[key] for key in ("question_id", "category") if key in record}
-    turns = record[column] if isinstance(record[column], list) else [record[column]]
-    if turns and isinstance(turns[0], dict):
-        return labels | {"messages": turns}
-    if column == "instruction" and record.get("input"):
-        turns = [f"{turns[0]}\n{record['input']}"]
-    return labels | {"turns": turns}
-
-
-def _cut_code_prompts(
-    source: str, code: DataConfig, config: BenchConfig, engine: Engine
-) -> list[list[int]]:
-    if engine.tokenizer is None:
-        raise UserError(
-            f"prompts {source}: this target has no tokenizer; give prompt_ids in a file"
-        )
-    if code.packages:  # held out as a whole
-        texts = [record["text"] for _, record in read_records(code) if isinstance(record, dict)]
-    else:
-        texts = plain_texts(load_documents(code).validation)
-    sizes = {"num_prompts": config.num_prompts, "prompt_tokens": config.prompt_tokens}
-    return prompts_from_documents(texts, engine.tokenizer, **sizes)
+    questions = []
+    for number, record in enumerate(records, start=1):
+        question = {key: record[key] for key in ("question_id", "category") if key in record}
+        turns = record[column] if isinstance(record[column], list) else [record[column]]
+        if column == "instruction" and record.get("input"):
+            turns = [f"{turns[0]}\n{record['input']}"]
+        is_chat = turns and isinstance(turns[0], dict)
+        question["messages" if is_chat else "turns"] = turns
+        questions.append(check_record(question, f"data set {name}, record {number}"))
+    return questions
 
 
 def prompts_from_documents(

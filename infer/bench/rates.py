@@ -54,12 +54,20 @@ class Roofline:
 
 
 def find_roofline() -> Roofline:
-    """Returns the kept rates of this device; measures them if there are none."""
+    """Returns the kept rates of this device; measures and keeps them if there are none."""
+    file, kept = _file(), {}
+    with suppress(OSError, ValueError):
+        kept = json.loads(file.read_text()) if file else {}
     with suppress(TypeError, KeyError):  # none, or of another version
-        kept = read_kept()[device_name()]
-        if "int8" in kept["flops_by_rows"] or not has_kernel():
-            return Roofline(Device(**kept["device"]), kept["flops_by_rows"])
-    keep(roofline := measure_roofline())
+        rates = kept[device_name()]
+        if "int8" in rates["flops_by_rows"] or not has_kernel():
+            return Roofline(Device(**rates["device"]), rates["flops_by_rows"])
+    roofline = measure_roofline()
+    if file is not None:
+        kept |= {roofline.device.name: dataclasses.asdict(roofline)}
+        with suppress(OSError):  # a folder that may not be written to
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(file, json.dumps(kept, indent=2) + "\n")
     return roofline
 
 
@@ -132,23 +140,3 @@ def _file() -> Path | None:
     """File of all devices' rates, in the compilation cache's folder; None: none is kept."""
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     return None if folder is None or is_uri(folder) else Path(folder) / "roofline.json"
-
-
-def read_kept() -> dict[str, Any]:
-    """Reads the kept rates of all devices, by name; empty if they cannot be read."""
-    file = _file()
-    with suppress(OSError, ValueError):
-        kept = json.loads(file.read_text()) if file else {}
-        return kept if isinstance(kept, dict) else {}
-    return {}
-
-
-def keep(roofline: Roofline) -> None:
-    """Keeps the rates of a device, if there is a folder for them."""
-    file = _file()
-    if file is None:
-        return
-    kept = read_kept() | {roofline.device.name: dataclasses.asdict(roofline)}
-    with suppress(OSError):  # a folder that may not be written to
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps(kept, indent=2) + "\n")

@@ -5,7 +5,6 @@ docs/metrics.md has the formulas.
 
 from collections.abc import Callable, Sequence
 from itertools import chain, combinations, takewhile
-from operator import eq
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import numpy as np
 from poss_jax.engine.answers import begin_text
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.text import Piece
 
 from .journal import Answer, Cell, Key, Turn
 from .statistics import compare, estimate, share
@@ -47,13 +45,11 @@ class Grid:
 
     def tokens(self) -> np.ndarray:
         """New tokens of every question [questions seeds]."""
-        return self.count(lambda answer: len(answer.output_ids))
+        return self.count(lambda answer: len(answer.join("output_ids")))
 
     def acceptance_lengths(self) -> np.ndarray:
         """Tokens per round of every question [questions seeds]; not a number without a round."""
-        return self.count(
-            lambda answer: float(np.mean(answer.accepted)) + 1 if answer.accepted else np.nan
-        )
+        return self.count(lambda answer: float(np.mean(answer.join("accepted") or np.nan)) + 1)
 
 
 def make_grid(
@@ -90,29 +86,25 @@ def summarise_group(grids: dict[str, Grid], baseline: str) -> dict[str, Any]:
     looping = np.flatnonzero(grids[baseline].count(is_looping).any(axis=1)).tolist()
     every = list(range(grids[baseline].answers.shape[2]))
     groups = {"all": every, "not_looping": [i for i in every if i not in looping]}
-    methods = {
-        name: {
-            group: summarise(grid.of(questions), grids[baseline].of(questions))
-            for group, questions in groups.items()
-            if questions
-        }
-        for name, grid in grids.items()
-    }
-    drafts = [name for name in grids if name != baseline]
-
-    def compare_all(questions: list[int]) -> list[dict[str, Any]]:
-        return [
-            {"first": a, "second": b} | _compare(grids[a].of(questions), grids[b].of(questions))
-            for a, b in combinations(drafts, 2)
-        ]
-
-    some_loop = 0 < len(looping) < len(every)
+    methods: dict[str, dict[str, Any]] = {name: {} for name in grids}
+    comparisons: dict[str, list[dict[str, Any]]] = {group: [] for group in groups}
+    for group, questions in groups.items():
+        if not questions:
+            continue
+        some = {name: grid.of(questions) for name, grid in grids.items()}
+        for name, grid in some.items():
+            methods[name][group] = summarise(grid, some[baseline])
+        if group == "all" or looping:
+            comparisons[group] = [
+                {"first": a, "second": b} | _compare(some[a], some[b])
+                for a, b in combinations([name for name in grids if name != baseline], 2)
+            ]
     return {
         "questions": len(every),
         "looping_questions": looping,
         "methods": methods,
-        "comparisons": compare_all(every),
-        "comparisons_not_looping": compare_all(groups["not_looping"]) if some_loop else [],
+        "comparisons": comparisons["all"],
+        "comparisons_not_looping": comparisons["not_looping"],
     }
 
 
@@ -122,13 +114,18 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
     turns = [turn for answer in grid.answers.flat for turn in answer.turns]
     is_counted = ~np.isnan(lengths)
     accepted, offered, copied = (
-        [np.array([n for answer in row for n in getattr(answer, name)], int) for row in rows]
+        [np.array([n for answer in row for n in answer.join(name)], int) for row in rows]
         for name in ("accepted", "offered", "copied")
     )
     rounds = np.array(list(map(len, accepted)))
     reached, reachable = (count_reaching(counts, DEPTHS) for counts in (accepted, offered))
     tokens, seconds = grid.tokens().sum(axis=1), grid.seconds().sum(axis=1)
     plain_tokens, plain_seconds = baseline.tokens().sum(axis=1), baseline.seconds().sum(axis=1)
+    is_equal = np.vectorize(lambda a, b: a.join("output_ids") == b.join("output_ids"), [bool])
+    num_same = 0  # tokens of the baseline before the first one that differs
+    for answer, plain in zip(grid.answers[0].flat, baseline.answers[0].flat, strict=True):
+        pairs = zip(answer.join("output_ids"), plain.join("output_ids"), strict=False)
+        num_same += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return {
         "acceptance_length": estimate(
             share, np.where(is_counted, lengths, 0.0).sum(axis=1), is_counted.sum(axis=1)
@@ -158,14 +155,15 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
         "new_tokens": int(tokens.sum()),
         "seconds": float(seconds.sum()),
         "answers": rows.size,
-        "equal_outputs": _count_equal(grid, baseline),
-        "same_text": _share_before_difference(grid, baseline),
+        # Token for token, in every repeat.
+        "equal_outputs": int(is_equal(grid.answers, baseline.answers[0]).all(axis=0).sum()),
+        "same_text": num_same / float(plain_tokens.sum()),
     }
 
 
 def is_looping(answer: Answer) -> bool:
     """Tells whether few 4-grams of an answer are distinct; such text is easy to draft."""
-    return distinct_ngram_share(answer.output_ids) < LOOPING_BELOW
+    return distinct_ngram_share(answer.join("output_ids")) < LOOPING_BELOW
 
 
 def _compare(first: Grid, second: Grid) -> dict[str, Any]:
@@ -194,7 +192,9 @@ def _count_whole_rounds(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     These begin at most D tokens before a text's end, where D is the deepest offered position. vLLM
     counts rounds whole: with a limit D lower, it counts just the others.
     """
-    deepest = max((depth for row in rows for answer in row for depth in answer.offered), default=0)
+    deepest = max(
+        (depth for row in rows for answer in row for depth in answer.join("offered")), default=0
+    )
 
     def complete(turn: Turn) -> list[int]:
         ends = np.cumsum([1, *(count + 1 for count in turn.accepted)])  # the prompt gives a token
@@ -215,19 +215,6 @@ def _estimate_positions(reached: np.ndarray, offered: np.ndarray) -> dict[str, A
     return estimate(share, reached[:, is_offered], offered[:, is_offered])
 
 
-def _count_equal(grid: Grid, baseline: Grid) -> int:
-    """Counts answers that equal the baseline's, token for token, in every repeat."""
-    is_equal = np.vectorize(lambda answer, plain: answer.output_ids == plain.output_ids, [bool])
-    return int(is_equal(grid.answers, baseline.answers[0]).all(axis=0).sum())
-
-
-def _share_before_difference(grid: Grid, baseline: Grid) -> float:
-    """Share of the baseline's tokens that stand before the first one that differs."""
-    pairs = zip(grid.answers[0].flat, baseline.answers[0].flat, strict=True)
-    same = [sum(takewhile(bool, map(eq, a.output_ids, b.output_ids))) for a, b in pairs]
-    return sum(same) / float(baseline.tokens().sum())
-
-
 def _percentiles(values: list[float]) -> dict[str, float]:
     p50, p90 = np.percentile(values, (50, 90))
     return {"p50": float(p50), "p90": float(p90)}
@@ -244,28 +231,21 @@ def show_example(
     """
     if engine.tokenizer is None or prompt is None:
         return {}
-    return {
-        "prompt": engine.tokenizer.decode(prompt.ids, skip_special_tokens=True),
-        "answers": {
-            name: [[piece.text, piece.depth] for piece in _pieces(engine, prompt, answer.turns[0])]
-            for name, answer in answers.items()
-        },
-    }
-
-
-def _pieces(engine: Engine, prompt: PreparedPrompt, turn: Turn) -> list[Piece]:
-    """Splits an answer into the texts of its tokens."""
-    stream = begin_text(prompt, engine.tokenizer)
-    assert stream is not None, "want a tokenizer"
-    rounds = ([*range(1, count + 1), 0] for count in turn.accepted)
-    depths = chain([0], *rounds)  # the first token is from the prompt
-    pieces = [
-        piece
-        for token, depth in zip(turn.output_ids, depths, strict=False)
-        if token not in engine.stop_ids_of(prompt)
-        for piece in stream.push(token, depth=depth)
-    ]
-    return pieces + stream.finish()
+    pieces = {}
+    for name, answer in answers.items():
+        stream, turn = begin_text(prompt, engine.tokenizer), answer.turns[0]
+        assert stream is not None, "want a tokenizer"
+        rounds = ([*range(1, count + 1), 0] for count in turn.accepted)
+        depths = chain([0], *rounds)  # the first token is from the prompt
+        shown = [
+            piece
+            for token, depth in zip(turn.output_ids, depths, strict=False)
+            if token not in engine.stop_ids_of(prompt)
+            for piece in stream.push(token, depth=depth)
+        ]
+        pieces[name] = [[piece.text, piece.depth] for piece in shown + stream.finish()]
+    text = engine.tokenizer.decode(prompt.ids, skip_special_tokens=True)
+    return {"prompt": text, "answers": pieces}
 
 
 def distinct_ngram_share(tokens: Sequence[int], n: int = 4) -> float:

@@ -19,7 +19,7 @@ from poss_jax.model.sharding import decoding_mesh
 from poss_jax.program.output import check_writable, print_summary, show_rows, wants_json
 
 from ..bench.journal import Kept, describe
-from ..bench.measure import digest_vocabulary, load_decoders, time_answer
+from ..bench.measure import AUTOREGRESSIVE, digest_vocabulary, load_engines, time_answer
 from ..bench.questions import first_prompts, read_questions
 from ..bench.report import with_provenance
 from .search import Tuning, tree_name, tune
@@ -36,52 +36,43 @@ def autotune(
     """Prints predictions and measurements, and writes the fastest trees of every draft."""
     # With an explicit tree the engine does not look for trees that were tuned before.
     tree = config.tree or default_tree()
-    baseline, *decoders = load_decoders(replace(config, tree=tree, lookup=0))
-    targets = {
-        file: baseline.engine.with_settings(
-            replace(baseline.engine.settings, draft_vocabulary=file)
-        )
-        for file in vocabularies
-    }
-    tried = {
-        d.name: {config.draft_vocabulary: d.engine}
-        | {file: target.load_draft(config.drafts[d.name]) for file, target in targets.items()}
-        for d in decoders
-    }
-    prompts = first_prompts(read_questions(config, baseline.engine))
+    engines = load_engines(replace(config, tree=tree, lookup=0))
+    baseline = engines[AUTOREGRESSIVE]
+    prompts = first_prompts(read_questions(config, baseline))
     if max(batch_sizes) > len(prompts):
         raise UserError(
             f"--batch-sizes: want at most the number of prompts, {len(prompts)}, got "
             f"{max(batch_sizes)}; raise num_prompts"
         )
-    kept = Kept("tune", describe(config, [baseline, *decoders], prompts))
-    tunings = {
-        name: {
-            file: Tuning(
-                f"{name}, {digest_vocabulary(engine)}",
-                engine,
-                prompts,
-                batch_sizes,
-                kept,
-                lookup=config.lookup,
-            )
-            for file, engine in engines.items()
-        }
-        for name, engines in tried.items()
+    kept = Kept("tune", describe(config, engines, prompts))
+    settings = baseline.settings
+    targets = {
+        file: baseline.with_settings(replace(settings, draft_vocabulary=file))
+        for file in vocabularies
     }
+    tunings: dict[str, dict[str | None, Tuning]] = {}  # by draft and vocabulary
+    for name, folder in config.drafts.items():
+        drafts = {file: target.load_draft(folder) for file, target in targets.items()}
+        tunings[name] = {}
+        for file, engine in ({config.draft_vocabulary: engines[name]} | drafts).items():
+            title = f"{name}, {digest_vocabulary(engine)}"
+            tuning = Tuning(title, engine, prompts, batch_sizes, kept, lookup=config.lookup)
+            tunings[name][file] = tuning
     every = [tuning for by_file in tunings.values() for tuning in by_file.values()]
-    seconds = time_answer(baseline.engine, prompts[0]) * len(prompts)
+    seconds = time_answer(baseline, prompts[0]) * len(prompts)
     minutes = sum(tuning.estimate_seconds(seconds, config.repeats) for tuning in every) / 60
     _LOG.warning("tuning %d drafts, about %.0f min", len(every), max(minutes, 1))
-    entries = {}
+    entries, gains = {}, {}
     for name, by_file in tunings.items():
         tuned = {file: tune(tuning, repeats=config.repeats) for file, tuning in by_file.items()}
-        best = max(tuned, key=lambda file: _gain(tuned[file]))
+        for file, sizes in tuned.items():
+            rows = (entry["methods"].values() for entry in sizes.values())
+            gains[file] = math.prod(max(row["ratio"] for row in few) for few in rows)
+            entries[name if file == config.draft_vocabulary else f"{name}, {file}"] = sizes
+        best = max(tuned, key=lambda file: gains[file])
         _write_tuned(paths[name], config.drafts[name], tuned[best], best, config)
-        for file, entry in tuned.items():
-            entries[name if file == config.draft_vocabulary else f"{name}, {file}"] = entry
     kept.finish()
-    report = {"drafts": entries, "files": {name: str(paths[name]) for name in tried}}
+    report = {"drafts": entries, "files": {name: str(paths[name]) for name in tunings}}
     print(_format_tuning(entries))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
     trees = {
@@ -89,12 +80,6 @@ def autotune(
     }
     brief = {"trees": trees, "files": report["files"]}
     print_summary(with_provenance(report, config), "", brief=brief)
-
-
-def _gain(tuned: dict[int, dict[str, Any]]) -> float:
-    """Speed of the best trees relative to no draft, averaged over batch sizes."""
-    ratios = [max(row["ratio"] for row in entry["methods"].values()) for entry in tuned.values()]
-    return math.prod(ratios) ** (1 / len(ratios))
 
 
 def paths_of_trees(

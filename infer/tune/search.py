@@ -84,11 +84,21 @@ class Recording:
     ranks: list[Ranks]
 
     def accepted(self, tree: TreeConfig) -> list[list[int]]:
-        """Drafted tokens that every round of every answer would accept with a tree."""
-        return [
-            count_accepted(ranks, length, tree)
-            for ranks, length in zip(self.ranks, self.lengths, strict=True)
-        ]
+        """Drafted tokens that every round of every answer would accept with a tree.
+
+        Args:
+          tree: one with the recording's top_k, at most as deep.
+        """
+        accepted = []
+        for ranks, length in zip(self.ranks, self.lengths, strict=True):
+            is_kept = ranks[:, tree.depth - 1, : tree.depth] < tree.num_nodes
+            kept_path = is_kept.cumprod(axis=1).sum(axis=1)
+            rounds, position = [], 0
+            while position < length - 1:  # the first token comes with the prompt
+                rounds.append(int(kept_path[position]))
+                position += rounds[-1] + 1
+            accepted.append(rounds)
+        return accepted
 
 
 @dataclass(frozen=True)
@@ -265,22 +275,6 @@ def rank_paths(
             )
             ranks[position, level:, level] = is_before.cumsum()[np.array(ends[level:]) - 1]
     return ranks
-
-
-def count_accepted(ranks: Ranks, length: int, tree: TreeConfig) -> list[int]:
-    """Drafted tokens that every round of an answer would accept with a tree.
-
-    Args:
-      ranks: ranks from a recording with the tree's top_k, at least as deep.
-      length: tokens of the answer, the first of which comes with the prompt.
-    """
-    is_kept = ranks[:, tree.depth - 1, : tree.depth] < tree.num_nodes
-    kept_path = is_kept.cumprod(axis=1).sum(axis=1)
-    accepted, position = [], 0
-    while position < length - 1:
-        accepted.append(int(kept_path[position]))
-        position += accepted[-1] + 1
-    return accepted
 
 
 # --------------------------------------------------------------------------------------------------
