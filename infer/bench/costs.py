@@ -174,8 +174,7 @@ def prefill(work: Workload, num_tokens: int) -> Cost:
     pairs = work.batch * num_tokens * (num_tokens + 1) / 2
     costs = [
         _product(weights, rows, work.target_bytes),
-        Cost(flops=config.num_layers * _attention_flops(config, pairs)),
-        _cache_rows(work, config, config.num_layers * rows),
+        _attention(work, config, rows, pairs, config.num_layers),
         _product(config.vocab_size * config.hidden_size, work.batch, work.target_bytes),
         _commit_pairs(work, rows, attended=0, pairs=pairs),
     ]
@@ -218,8 +217,7 @@ def draft_level(work: Workload, depth: int) -> Cost:
             work.specialist_bytes,
         ),
         _product(project, new or rows, work.specialist_bytes),
-        _cache_rows(work, layer, work.batch * attended + new),
-        Cost(flops=_attention_flops(layer, rows * attended)),
+        _attention(work, layer, work.batch * attended + new, rows * attended),
         _draft_head(work, draft, rows),
     ]
     if depth:
@@ -227,10 +225,9 @@ def draft_level(work: Workload, depth: int) -> Cost:
         if width <= layer.hidden_size:  # else specialists read both halves apart
             costs.append(_product(_fuse_weights(draft), rows, work.draft_bytes))
     if depth and draft.is_looped:
-        weights = draft.num_further * _layer_weights(layer)
-        costs.append(_product(weights, rows, work.specialist_bytes))
-        costs.append(_cache_rows(work, layer, draft.num_further * (work.batch * attended + new)))
-        costs.append(Cost(flops=draft.num_further * _attention_flops(layer, rows * attended)))
+        further, moved = draft.num_further, work.batch * attended + new
+        costs.append(_product(further * _layer_weights(layer), rows, work.specialist_bytes))
+        costs.append(_attention(work, layer, moved, rows * attended, further))
     return sum(costs, Cost())
 
 
@@ -245,7 +242,7 @@ def commit(work: Workload) -> Cost:
     if length == 1:
         return Cost()
     rows = work.batch * length
-    moved = _cache_rows(work, work.target, 2 * work.target.num_layers * rows)  # read and written
+    moved = _attention(work, work.target, 2 * rows, 0, work.target.num_layers)  # read and written
     if work.draft is None:
         return moved
     context = _draft_context(work, work.draft)
@@ -264,8 +261,7 @@ def _target_pass(work: Workload, num_rows: int) -> Cost:
     attended = work.context + num_rows
     costs = [
         _product(weights, rows, work.target_bytes),
-        _cache_rows(work, config, config.num_layers * work.batch * attended),
-        Cost(flops=config.num_layers * _attention_flops(config, rows * attended)),
+        _attention(work, config, work.batch * attended, rows * attended, config.num_layers),
     ]
     return sum(costs, Cost())
 
@@ -288,8 +284,7 @@ def _commit_pairs(work: Workload, rows: int, *, attended: int, pairs: float) -> 
     costs = [
         _product(_fuse_weights(draft), rows, work.draft_bytes),
         _product(weights, rows, work.specialist_bytes),
-        _cache_rows(work, layer, streams * rows + further * attended),
-        Cost(flops=further * _attention_flops(layer, pairs)),
+        _attention(work, layer, streams * rows + further * attended, further * pairs),
     ]
     return sum(costs, Cost())
 
@@ -305,14 +300,13 @@ def _product(weights: int, rows: int, bytes_per_weight: float) -> Cost:
     return Cost(weights * bytes_per_weight, 2.0 * weights * rows)
 
 
-def _cache_rows(work: Workload, config: LlamaConfig, rows: int) -> Cost:
-    """Cost of reading or writing the keys and values of `rows` rows, in one layer."""
-    return Cost(bytes=2 * config.num_kv_heads * config.head_dim * rows * work.cache_bytes)
-
-
-def _attention_flops(config: LlamaConfig, pairs: float) -> float:
-    """FLOPs of one layer's scores and means, for `pairs` pairs of a query and a key."""
-    return 4 * config.num_heads * config.head_dim * pairs
+def _attention(
+    work: Workload, config: LlamaConfig, rows: int, pairs: float, layers: int = 1
+) -> Cost:
+    """Cost of moving keys and values of `rows` rows, and of attention over pairs (query, key)."""
+    size = layers * config.head_dim
+    moved = 2 * config.num_kv_heads * size * rows * work.cache_bytes
+    return Cost(moved, 4 * config.num_heads * size * pairs)
 
 
 def _num_bytes(arrays: Any) -> int:

@@ -76,7 +76,9 @@ class Batch:
         self._batch = FixedBatch(engine, prompts, batch_size=batch_size)
         self.weights, self.config = self._batch.weights, self._batch.config
         self.request = self._batch.request
-        self.state = mark_done(self.start())
+        state = self.start()
+        # Sequences that are done are computed like others, but their caches do not grow.
+        self.state = state.replace(output=state.output.replace(is_done=state.output.is_done | True))
         self._tree = root_tree(self.state.root)
 
     def start(self) -> DecodeState:
@@ -105,11 +107,6 @@ class Batch:
     def round(self) -> DecodeState:
         self.state = run_round(self.weights, self.config, self.request, self.state)
         return self.state
-
-
-def mark_done(state: DecodeState) -> DecodeState:
-    """Marks all sequences as done: they are computed like others, but their caches do not grow."""
-    return state.replace(output=state.output.replace(is_done=state.output.is_done | True))
 
 
 def shallower(config: StaticShape) -> list[TreeConfig]:

@@ -30,15 +30,18 @@ def estimate(of_totals: Callable[..., np.ndarray], *per_question: np.ndarray) ->
       holds something.
     """
     totals = [sample.sum(axis=0) for sample in per_question]
-    value = of_totals(*totals)
+    value, num_questions = of_totals(*totals), len(per_question[0])
     reach = np.full_like(value, np.nan)
-    if len(per_question[0]) >= FEWEST:
-        reach = _reach(of_totals, totals, per_question)
-    return {
-        "value": _jsonable(value),
-        "low": _jsonable(value - reach),
-        "high": _jsonable(value + reach),
-    }
+    if num_questions >= FEWEST:
+        from scipy.stats import t
+
+        # The jackknife's standard error times a quantile of Student's t.
+        pairs = zip(totals, per_question, strict=True)
+        without_one = of_totals(*(np.moveaxis(total - sample, 0, -1) for total, sample in pairs))
+        error = np.sqrt((num_questions - 1) * without_one.var(axis=-1))
+        reach = t.ppf((1 + LEVEL) / 2, num_questions - 1) * error
+    ends = {"value": value, "low": value - reach, "high": value + reach}
+    return {name: np.where(np.isnan(end), None, end).tolist() for name, end in ends.items()}
 
 
 def estimate_mean(values: np.ndarray) -> dict[str, Any]:
@@ -103,24 +106,3 @@ def format_estimate(number: dict[str, Any], *, digits: int = 2) -> str:
         for key in ("value", "low", "high")
     )
     return f"{value} [{low}, {high}]" if low else value
-
-
-def _reach(
-    of_totals: Callable[..., np.ndarray],
-    totals: Sequence[np.ndarray],
-    per_question: Sequence[np.ndarray],
-) -> np.ndarray:
-    """Half-width of an interval: the jackknife's standard error times a quantile of Student's t."""
-    from scipy.stats import t
-
-    pairs = zip(totals, per_question, strict=True)
-    without_one = of_totals(*(np.moveaxis(total - sample, 0, -1) for total, sample in pairs))
-    num_others = len(per_question[0]) - 1
-    return t.ppf((1 + LEVEL) / 2, num_others) * np.sqrt(num_others * without_one.var(axis=-1))
-
-
-def _jsonable(array: np.ndarray) -> Any:
-    """Turns an array into what JSON can hold."""
-    values = np.asarray(array).astype(object)
-    values[np.isnan(array)] = None
-    return values.tolist()

@@ -201,8 +201,7 @@ def record_all(tuning: Tuning, depth: int) -> dict[int, Recording]:
     with progress_bar(total=total, desc="recording", unit="answer") as progress:
 
         def measure(tree: TreeConfig) -> dict[str, Any]:
-            recording = record(engine, tuning.prompts, tree, progress)
-            return {"lengths": recording.lengths, "ranks": [r.tolist() for r in recording.ranks]}
+            return record(engine, tuning.prompts, tree, progress)
 
         recordings = {}
         for tree in trees:
@@ -214,9 +213,13 @@ def record_all(tuning: Tuning, depth: int) -> dict[int, Recording]:
 
 def record(
     engine: Engine, prompts: Sequence[PreparedPrompt], tree: TreeConfig, progress: tqdm
-) -> Recording:
-    """Decodes token by token, and drafts candidates of a tree's depth and top_k after every one."""
-    recording = Recording([], [])
+) -> dict[str, Any]:
+    """Decodes token by token, and drafts candidates of a tree's depth and top_k after every one.
+
+    Returns:
+      The fields of a `Recording` as JSON holds them.
+    """
+    lengths, ranks = [], []
     size = min(_RECORDED_TOGETHER, len(prompts))
     for first in range(0, len(prompts), size):
         batch, steps = FixedBatch(engine, prompts[first : first + size], batch_size=size), []
@@ -229,10 +232,10 @@ def record(
         for row, answer in enumerate(batch.read()):
             text = answer.output_ids
             mine = [{name: step[name][row] for name in step} for step in steps[: len(text) - 1]]
-            recording.lengths.append(len(text))
-            recording.ranks.append(rank_paths(mine, text, tree))
+            lengths.append(len(text))
+            ranks.append(rank_paths(mine, text, tree).tolist())
             progress.update()
-    return recording
+    return {"lengths": lengths, "ranks": ranks}
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=3)
