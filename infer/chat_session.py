@@ -29,20 +29,13 @@ _HISTORY_LINES = 1000
 
 
 class Answered(NamedTuple):
-    """An answer that was shown, and the seconds until its last word; Ctrl-C may have ended it.
-
-    The first of its chunks is the token that the prompt alone gives, the others are rounds.
-    """
+    """An answer that was shown."""
 
     prompt: PreparedPrompt
-    chunks: list[Chunk]
-    seconds: float
-    is_stopped: bool
-
-    @property
-    def whole(self) -> Chunk:
-        """All rounds as one."""
-        return reduce(add, self.chunks, Chunk([], [], []))
+    whole: Chunk  # all rounds as one
+    num_rounds: int  # after the token that the prompt alone gives
+    seconds: float  # until its last word
+    is_stopped: bool  # by Ctrl-C
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,25 +44,15 @@ class Answered(NamedTuple):
 
     def describe(self) -> str:
         """The line below an answer."""
-        count, rounds = len(self.whole.output_ids), len(self.chunks) - 1
-        parts = [
-            f"{count} tokens in {self.seconds:.1f} s",
-            f"{self.tokens_per_second:.1f} tokens/s",
-        ]
-        if rounds > 0:
-            parts.append(f"{(count - 1) / rounds:.2f} tokens per pass")
+        count, seconds = len(self.whole.output_ids), self.seconds
+        parts = [f"{count} tokens in {seconds:.1f} s", f"{self.tokens_per_second:.1f} tokens/s"]
+        if self.num_rounds:
+            parts.append(f"{(count - 1) / self.num_rounds:.2f} tokens per pass")
         return ", ".join(parts + ["stopped"] * self.is_stopped)
 
 
 class Chat:
-    """A conversation, and the commands that change it.
-
-    Attributes:
-      turns: questions and answers so far.
-      system: system message; None leaves it to the chat template.
-      sampling: how tokens are chosen; every question gets its own seed.
-      last: the last answer; None: there is none to compare.
-    """
+    """A conversation, and the commands that change it."""
 
     def __init__(self, engine: Engine, config: ChatConfig) -> None:
         self._engine, self._config = engine, config
@@ -79,10 +62,10 @@ class Chat:
         )
         self._compiled: set[object] = set()
         self._num_asked = 0
-        self.turns: list[Message] = []
-        self.system = config.system
-        self.sampling = choose_sampling(config.sampling, engine)
-        self.last: Answered | None = None
+        self.turns: list[Message] = []  # questions and answers
+        self.system = config.system  # None leaves it to the chat template
+        self.sampling = choose_sampling(config.sampling, engine)  # questions get their own seeds
+        self.last: Answered | None = None  # None: there is none to compare
 
     def get_ready(self) -> None:
         """Compiles what a first question needs."""
@@ -93,7 +76,12 @@ class Chat:
         name, _, text = line.partition(" ")
         try:
             if not line.startswith("/"):
-                self._ask(line)
+                question = {"role": "user", "content": line}
+                prompt = self._prepare(question)
+                self._num_asked += 1
+                self.last = self._answer(self._engine, prompt)
+                self.turns += [question, {"role": "assistant", "content": self.last.whole.text}]
+                say(self.last.describe())
                 return
             if name not in COMMANDS:
                 raise UserError(f"{shorten(name)}: want one of {', '.join(COMMANDS)}")
@@ -106,15 +94,6 @@ class Chat:
 
     # ----------------------------------------------------------------------------------------------
     # Answers
-
-    def _ask(self, text: str) -> None:
-        question = {"role": "user", "content": text}
-        prompt = self._prepare(question)
-        self._num_asked += 1
-        answered = self._answer(self._engine, prompt)
-        self.turns += [question, {"role": "assistant", "content": answered.whole.text}]
-        self.last = answered
-        say(answered.describe())
 
     def _prepare(self, question: Message) -> PreparedPrompt:
         """Appends a question to the conversation; drops the oldest turns if it gets too long.
@@ -158,7 +137,8 @@ class Chat:
         self._screen.end_line()
         if not chunks:
             raise UserError("stopped before the first word; ask again")
-        return Answered(prompt, chunks, seconds, is_stopped)
+        whole = reduce(add, chunks)
+        return Answered(prompt, whole, len(chunks) - 1, seconds, is_stopped)
 
     def _compile(self, engine: Engine, prompt: PreparedPrompt) -> None:
         """Compiles the programs of an answer before it is timed."""

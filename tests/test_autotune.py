@@ -76,7 +76,7 @@ def test_predicted_rounds_are_those_that_run(runs, tmp_path, monkeypatch) -> Non
         for text, temperature in zip(PROMPTS, (0, 1, 0.5), strict=True)
     ]
     record_all(Tuning("P", engine, prompts, [1], Kept("tune", {})), 2)
-    monkeypatch.setattr(search, "record", None)
+    monkeypatch.setattr(search, "record", lambda *_: pytest.fail("recorded again"))
     recording = record_all(Tuning("P", engine, prompts, [1], Kept("tune", {})), 2)[3]
     chosen = tree(2, 3, 6)  # fewer nodes than were recorded
     answers = engine.with_tree(chosen).decode(prompts)

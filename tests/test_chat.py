@@ -165,8 +165,7 @@ def test_ctrl_c_where_a_line_is_typed_is_no_end(monkeypatch, capsys) -> None:
 
 
 def answered(ids: list[int], *, seconds: float, is_stopped: bool = False) -> Answered:
-    chunks = [Chunk([], ids[:1], [0]), Chunk([], ids[1:], [0] * (len(ids) - 1))]
-    return Answered(PreparedPrompt([0], 9), chunks, seconds, is_stopped)
+    return Answered(PreparedPrompt([0], 9), Chunk([], ids, [0] * len(ids)), 1, seconds, is_stopped)
 
 
 def test_comparison() -> None:

@@ -6,7 +6,7 @@ these answers, teacher-forced as in training's validation, and also decodes the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, zip_longest
+from itertools import chain, combinations, zip_longest
 from typing import Any
 
 import jax
@@ -135,9 +135,8 @@ def _answer(name: str, engine: Engine, questions: Sequence[Dialogue]) -> Answers
 
 def lay_out(texts: Answers) -> Rows:
     """Makes one row per answer: its prompt, then the answer."""
-    answers = [answer for turns in texts for answer in turns]
     sequences = []
-    for answer in answers:
+    for answer in chain.from_iterable(texts):
         ids = _all_ids(answer)
         sequences.append(Tokens(np.array(ids), np.arange(len(ids)) >= len(answer.prompt_ids)))
     return make_rows(sequences, max(len(sequence.ids) for sequence in sequences), "none")

@@ -242,7 +242,7 @@ def commit(work: Workload) -> Cost:
     if length == 1:
         return Cost()
     rows = work.batch * length
-    moved = _attention(work, work.target, 2 * rows, 0, work.target.num_layers)  # read and written
+    moved = _attention(work, work.target, 2 * rows, 0.0, work.target.num_layers)  # read and written
     if work.draft is None:
         return moved
     context = _draft_context(work, work.draft)

@@ -88,12 +88,7 @@ _ANSWER = TypeAdapter(Answer)
 
 
 class Journal:
-    """Measurements of a benchmark, in memory and, with a folder, in files.
-
-    Attributes:
-      answers: answers so far, by key.
-      methods: other measurements of the baseline and the drafts, by name.
-    """
+    """Measurements of a benchmark, in memory and, with a folder, in files."""
 
     def __init__(
         self, folder: Path | None, settings: dict[str, Any], *, from_scratch: bool = False
@@ -109,7 +104,7 @@ class Journal:
           UserError: the folder holds a run of other settings, or a damaged file.
         """
         self.answers: dict[Key, Answer] = {}
-        self.methods: dict[str, dict[str, Any]] = {}
+        self.methods: dict[str, dict[str, Any]] = {}  # other measurements, by method
         self._folder = folder
         if folder is None:
             return

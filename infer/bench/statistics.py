@@ -41,7 +41,7 @@ def estimate(of_totals: Callable[..., np.ndarray], *per_question: np.ndarray) ->
         error = np.sqrt((num_questions - 1) * without_one.var(axis=-1))
         reach = t.ppf((1 + LEVEL) / 2, num_questions - 1) * error
     ends = {"value": value, "low": value - reach, "high": value + reach}
-    return {name: np.where(np.isnan(end), None, end).tolist() for name, end in ends.items()}
+    return {name: _jsonable(end) for name, end in ends.items()}
 
 
 def estimate_mean(values: np.ndarray) -> dict[str, Any]:
@@ -106,3 +106,10 @@ def format_estimate(number: dict[str, Any], *, digits: int = 2) -> str:
         for key in ("value", "low", "high")
     )
     return f"{value} [{low}, {high}]" if low else value
+
+
+def _jsonable(array: np.ndarray) -> Any:
+    """Turns an array into what JSON can hold."""
+    values = np.asarray(array).astype(object)
+    values[np.isnan(array)] = None
+    return values.tolist()

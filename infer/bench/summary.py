@@ -88,17 +88,25 @@ def summarise_group(grids: dict[str, Grid], baseline: str) -> dict[str, Any]:
     groups = {"all": every, "not_looping": [i for i in every if i not in looping]}
     methods: dict[str, dict[str, Any]] = {name: {} for name in grids}
     comparisons: dict[str, list[dict[str, Any]]] = {group: [] for group in groups}
+    drafts = [name for name in grids if name != baseline]
     for group, questions in groups.items():
         if not questions:
             continue
         some = {name: grid.of(questions) for name, grid in grids.items()}
         for name, grid in some.items():
             methods[name][group] = summarise(grid, some[baseline])
-        if group == "all" or looping:
-            comparisons[group] = [
-                {"first": a, "second": b} | _compare(some[a], some[b])
-                for a, b in combinations([name for name in grids if name != baseline], 2)
-            ]
+        for pair in combinations(drafts, 2) if group == "all" or looping else ():
+            lengths = [some[name].acceptance_lengths() for name in pair]
+            has_rounds = ~np.isnan(lengths).any(axis=(0, 2))
+            speeds = (some[name].tokens() / some[name].seconds() for name in pair)
+            comparisons[group].append(
+                {
+                    "first": pair[0],
+                    "second": pair[1],
+                    "acceptance_length": compare(*(values[has_rounds] for values in lengths)),
+                    "tokens_per_second": compare(*speeds),
+                }
+            )
     return {
         "questions": len(every),
         "looping_questions": looping,
@@ -164,16 +172,6 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
 def is_looping(answer: Answer) -> bool:
     """Tells whether few 4-grams of an answer are distinct; such text is easy to draft."""
     return distinct_ngram_share(answer.join("output_ids")) < LOOPING_BELOW
-
-
-def _compare(first: Grid, second: Grid) -> dict[str, Any]:
-    speeds = [grid.tokens() / grid.seconds() for grid in (first, second)]
-    lengths = [grid.acceptance_lengths() for grid in (first, second)]
-    has_rounds = ~np.isnan(lengths).any(axis=(0, 2))
-    return {
-        "acceptance_length": compare(*(values[has_rounds] for values in lengths)),
-        "tokens_per_second": compare(*speeds),
-    }
 
 
 def count_reaching(counts: Sequence[np.ndarray], depth: int) -> np.ndarray:

@@ -103,22 +103,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The search for the trees of one draft.
+    """The search for the trees of one draft."""
 
-    Attributes:
-      name: of the draft and its vocabulary, unique in `kept`.
-      prompts: they should resemble later ones.
-      kept: what an interrupted run found, which is not measured again.
-      lookup: most tokens that a round copies where predictions are confirmed; predictions know no
-        copies.
-    """
-
-    name: str
+    name: str  # of the draft and its vocabulary, unique in `kept`
     engine: Engine
-    prompts: Sequence[PreparedPrompt]
+    prompts: Sequence[PreparedPrompt]  # they should resemble later ones
     batch_sizes: Sequence[int]
-    kept: Kept
-    lookup: int = 0
+    kept: Kept  # what an interrupted run found, which is not measured again
+    lookup: int = 0  # most copies of a round where predictions, which know none, are confirmed
 
     @property
     def top_ks(self) -> list[int]:
@@ -199,13 +191,10 @@ def record_all(tuning: Tuning, depth: int) -> dict[int, Recording]:
     engine, names = tuning.engine.with_tree(trees[-1]), map(tuning.of_recording, tuning.top_ks)
     total = sum(name not in tuning.kept for name in names) * len(tuning.prompts)
     with progress_bar(total=total, desc="recording", unit="answer") as progress:
-
-        def measure(tree: TreeConfig) -> dict[str, Any]:
-            return record(engine, tuning.prompts, tree, progress)
-
         recordings = {}
         for tree in trees:
-            fields = tuning.kept.get(tuning.of_recording(tree.top_k), partial(measure, tree))
+            measure = partial(record, engine, tuning.prompts, tree, progress)
+            fields = tuning.kept.get(tuning.of_recording(tree.top_k), measure)
             ranks = [np.reshape(ranks, (-1, depth, depth)) for ranks in fields["ranks"]]
             recordings[tree.top_k] = Recording(fields["lengths"], ranks)
         return recordings
