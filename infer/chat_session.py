@@ -137,8 +137,7 @@ class Chat:
         self._screen.end_line()
         if not chunks:
             raise UserError("stopped before the first word; ask again")
-        whole = reduce(add, chunks)
-        return Answered(prompt, whole, len(chunks) - 1, seconds, is_stopped)
+        return Answered(prompt, reduce(add, chunks), len(chunks) - 1, seconds, is_stopped)
 
     def _compile(self, engine: Engine, prompt: PreparedPrompt) -> None:
         """Compiles the programs of an answer before it is timed."""

@@ -95,8 +95,8 @@ def check_lossless(
     jobs = []  # every prompt at every temperature, with and without filters
     for index, (prompt, temperature, filters) in enumerate(product(prompts, temperatures, FILTERS)):
         sampling = SamplingConfig(temperature=temperature, seed=index, **filters)
-        limits = prompt.max_new_tokens, sampling
-        jobs.append(baseline.prepare(prompt.ids, *limits, is_chat=prompt.is_chat))
+        job = baseline.prepare(prompt.ids, prompt.max_new_tokens, sampling, is_chat=prompt.is_chat)
+        jobs.append(job)
     settings = [
         setting
         for name, engine in [*engines.items()][1:]  # without the autoregressive one

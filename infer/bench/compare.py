@@ -89,8 +89,8 @@ def bench(
             dialogues[Cell(name, temperature, seed)] = asked
     folder = local_path(config.output, "output") if config.output else None
     journal = Journal(folder, settings_of(config, engines, sets), from_scratch=from_scratch)
-    size = config.batch_size
-    names = list(engines)
+    size, names = config.batch_size, list(engines)
+    # Methods take turns, batch by batch, so that a slow machine slows all alike.
     turns = [names[first:] + names[:first] for first in range(len(names))]
     keys = [
         Key(cell, repeat, name, index)

@@ -66,8 +66,8 @@ def autotune(
     for name, by_file in tunings.items():
         tuned = {file: tune(tuning, repeats=config.repeats) for file, tuning in by_file.items()}
         for file, sizes in tuned.items():
-            rows = (entry["methods"].values() for entry in sizes.values())
-            gains[file] = math.prod(max(row["ratio"] for row in few) for few in rows)
+            methods = [entry["methods"].values() for entry in sizes.values()]
+            gains[file] = math.prod(max(row["ratio"] for row in rows) for rows in methods)
             entries[name if file == config.draft_vocabulary else f"{name}, {file}"] = sizes
         best = max(tuned, key=lambda file: gains[file])
         _write_tuned(paths[name], config.drafts[name], tuned[best], best, config)
@@ -86,12 +86,14 @@ def paths_of_trees(
     config: BenchConfig, file: Path | None, *, overwrite: bool
 ) -> dict[str, AnyPath]:
     """Files that tuned trees are written to, by draft; refused before any work is spent."""
-    if file is not None and len(config.drafts) > 1:
-        raise UserError("--trees-file: want one draft, got several; tune them one by one")
-    for made in () if file is None or overwrite else (file, vocabulary_file(file)):
-        if made.exists():
-            raise UserError(f"--trees-file: {made} exists; name another file or give --overwrite")
     if file is not None:
+        if len(config.drafts) > 1:
+            raise UserError("--trees-file: want one draft, got several; tune them one by one")
+        for made in (file, vocabulary_file(file)):
+            if made.exists() and not overwrite:
+                raise UserError(
+                    f"--trees-file: {made} exists; name another file or give --overwrite"
+                )
         check_writable(file)
         return dict.fromkeys(config.drafts, file)
     for folder in config.drafts.values():
@@ -117,13 +119,11 @@ def _write_tuned(
         "lookup": config.lookup,
         "prompts": config.prompts,
     }
-    trees = {size: entry["best"] and TreeConfig(**entry["best"]) for size, entry in tuned.items()}
-    comments = {
-        size: "{tokens_per_second:.0f} tokens/s, {ratio:.2f} x no draft".format(
-            **entry["methods"][tree_name(trees[size])]
-        )
-        for size, entry in tuned.items()
-    }
+    trees, comments = {}, {}
+    for size, entry in tuned.items():
+        trees[size] = entry["best"] and TreeConfig(**entry["best"])
+        row = entry["methods"][tree_name(trees[size])]
+        comments[size] = f"{row['tokens_per_second']:.0f} tokens/s, {row['ratio']:.2f} x no draft"
     if vocabulary is not None:
         write_output(vocabulary_file(path), read_text(as_path(vocabulary)), name="vocabulary")
     mesh = decoding_mesh(config.mesh)
