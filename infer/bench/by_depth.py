@@ -276,8 +276,8 @@ def format_report(report: dict[str, Any]) -> str:
     for name, draft in report["drafts"].items():
         lengths = (draft[f"{kind}_acceptance_length"] for kind in ("simulated", "decoded"))
         predicted = draft["rounds_as_predicted"]
-        share = "" if predicted is None else f"{predicted:.1%}"
-        table.append([name, *map(format_estimate, lengths), share])
+        cells = [name, *map(format_estimate, lengths)]
+        table.append([*cells, "" if predicted is None else f"{predicted:.1%}"])
     lines = [
         f"{report['prompts']} prompts x {report['max_new_tokens']} new tokens, greedy, chains of "
         f"depth {report['depth']}; left out since their answers loop: {report['looping_prompts']}; "
