@@ -32,7 +32,7 @@ class Answered(NamedTuple):
     """An answer that was shown."""
 
     prompt: PreparedPrompt
-    whole: Chunk  # all rounds as one
+    chunk: Chunk  # all rounds as one
     num_rounds: int  # after the token that the prompt alone gives
     seconds: float  # until its last word
     is_stopped: bool  # by Ctrl-C
@@ -40,11 +40,11 @@ class Answered(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         """Speed of the whole answer, the reading of its prompt included."""
-        return len(self.whole.output_ids) / self.seconds
+        return len(self.chunk.output_ids) / self.seconds
 
     def describe(self) -> str:
         """The line below an answer."""
-        count, seconds = len(self.whole.output_ids), self.seconds
+        count, seconds = len(self.chunk.output_ids), self.seconds
         parts = [f"{count} tokens in {seconds:.1f} s", f"{self.tokens_per_second:.1f} tokens/s"]
         if self.num_rounds:
             parts.append(f"{(count - 1) / self.num_rounds:.2f} tokens per pass")
@@ -80,7 +80,7 @@ class Chat:
                 prompt = self._prepare(question)
                 self._num_asked += 1
                 self.last = self._answer(self._engine, prompt)
-                self.turns += [question, {"role": "assistant", "content": self.last.whole.text}]
+                self.turns += [question, {"role": "assistant", "content": self.last.chunk.text}]
                 say(self.last.describe())
                 return
             if name not in COMMANDS:
@@ -209,7 +209,7 @@ def compare(drafted: Answered, plain: Answered, *, has_own_texts: bool = False) 
     speed = f"with drafts {ours}, without {theirs}: {ratio:.2f} x as fast"
     if has_own_texts:
         return f"{speed}; sampled drafts change the text"
-    pairs = list(zip(drafted.whole.output_ids, plain.whole.output_ids, strict=False))
+    pairs = list(zip(drafted.chunk.output_ids, plain.chunk.output_ids, strict=False))
     differing = [index for index, (a, b) in enumerate(pairs) if a != b]
     if differing:
         return f"{speed}; the texts differ from token {differing[0] + 1} on, as near ties can"

@@ -99,7 +99,7 @@ def test_temperature_draws_with_a_seed_per_question(engine, capsys) -> None:
     wanted = with_seed(poss_jax.SamplingConfig(temperature=1.5), 1)
     assert chat.last and chat.last.prompt.sampling == wanted
     (whole,) = engine.generate([[FIRST]], max_new_tokens=N, sampling=[wanted])
-    assert chat.last.whole.output_ids == whole.output_ids
+    assert chat.last.chunk.output_ids == whole.output_ids
 
 
 @pytest.mark.parametrize(
