@@ -167,9 +167,10 @@ def test_types(tmp_path, type):
     writer.add_tensor("x", gguf.quants.quantize(array, type), raw_dtype=type)
     writer.add_tensor("y", np.arange(3, dtype=np.float32))
     stored = open_gguf(write_out(writer, path)).tensors
-    assert (stored["x"].type, stored["x"].shape, stored["y"].shape) == (type, (6, 512), (3,))
-    np.testing.assert_array_equal(stored["x"].read(), array)
-    np.testing.assert_array_equal(stored["y"].read(), np.arange(3))
+    x, y = stored["x"], stored["y"]
+    assert (x.dtype, x.shape, y.shape) == (type.name, (6, 512), (3,))
+    np.testing.assert_array_equal(x.read(), array)
+    np.testing.assert_array_equal(y.read(), np.arange(3))
 
 
 def test_rows_of_quantised_queries_and_keys(tmp_path):

@@ -269,19 +269,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Command(NamedTuple):
-    """A command, and its options in `_OPTIONS`.
+    """A command, and its options in `_OPTIONS`."""
 
-    Attributes:
-      help: what it does.
-      more: what else its own help says.
-      required: options that must be given.
-      optional: the others.
-    """
-
-    help: str
-    more: str
-    required: str
-    optional: str
+    help: str  # what it does
+    more: str  # what else its own help says
+    required: str  # options that must be given
+    optional: str  # the others
 
 
 _COMMANDS = {

@@ -32,40 +32,26 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 class Part(NamedTuple):
-    """An array of a model folder that is written: a tensor, or rows of a fused one.
+    """An array of a model folder that is written: a tensor, or rows of a fused one."""
 
-    Attributes:
-      folder: the model folder.
-      record: its record.
-      slot: place of the array in it.
-      key: key to write, see `slots_by_key`.
-    """
-
-    folder: AnyPath
-    record: ModelRecord
-    slot: Slot
-    key: str
+    folder: AnyPath  # the model folder
+    record: ModelRecord  # its record
+    slot: Slot  # place of the array in it
+    key: str  # key to write, see `slots_by_key`
 
 
 @dataclass(frozen=True)
 class Export:
-    """An export that is checked and ready.
+    """An export that is checked and ready."""
 
-    Attributes:
-      config: contents of config.json.
-      parts: the arrays to write, item by item.
-      rows: the table: our path -> key, with the shape and type that are written.
-      tokenizer_from: folder whose tokenizer files are copied; None copies none.
-      maps: arrays that are not ours, by key; their rows are the last.
-      card: contents of README.md; None writes none.
-    """
-
-    config: dict[str, Any]
-    parts: list[Part]
-    rows: list[Row]
+    config: dict[str, Any]  # contents of config.json
+    parts: list[Part]  # the arrays to write, item by item
+    rows: list[Row]  # the table: our path -> key, with the shape and type that are written
+    # Folder whose tokenizer files are copied; None copies none.
     tokenizer_from: AnyPath | None = None
+    # Arrays that are not ours, by key; their rows are the last.
     maps: Mapping[str, np.ndarray] = field(default_factory=dict)
-    card: str | None = None
+    card: str | None = None  # contents of README.md; None writes none
 
     @property
     def dtype(self) -> str:

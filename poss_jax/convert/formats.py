@@ -22,25 +22,15 @@ Family = Literal["target", "draft"]
 
 @dataclass(frozen=True)
 class Format:
-    """A layout that checkpoints have.
+    """A layout that checkpoints have."""
 
-    Attributes:
-      name: name with its article, for messages.
-      in_config: signs in the small files; any of them is enough.
-      in_weights: signs that need the names of the weights too.
-      read: its reader; None if it cannot be converted.
-      family: family of what its reader gives.
-      why_not: what to do if it cannot be converted, or not by the command in use.
-      brief: what such a model does, for those who do not know its name.
-    """
-
-    name: str
-    why_not: str
-    in_config: tuple[Sign, ...] = ()
-    in_weights: tuple[Sign, ...] = ()
-    read: Callable[[Source], Reading] | None = None
-    family: Family | None = None
-    brief: str = ""
+    name: str  # name with its article, for messages
+    why_not: str  # what to do if it cannot be converted, or not by the command in use
+    in_config: tuple[Sign, ...] = ()  # signs in the small files; any of them is enough
+    in_weights: tuple[Sign, ...] = ()  # signs that need the names of the weights too
+    read: Callable[[Source], Reading] | None = None  # its reader; None if it cannot be converted
+    family: Family | None = None  # family of what its reader gives
+    brief: str = ""  # what such a model does, for those who do not know its name
 
     def __str__(self) -> str:
         return f"{self.name}, which {self.brief}" if self.brief else self.name

@@ -6,11 +6,13 @@ of memory per byte of the file, and counts to any length that a file of 100 byte
 """
 
 import atexit
+import math
 import shutil
 import struct
 import tempfile
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +20,12 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from poss_jax.config.json_reading import check_own_file
-from poss_jax.config.reading import UserError, shorten
-from poss_jax.convert.tensors import map_array
+from poss_jax.config.numbers import Count
+from poss_jax.config.reading import UserError, one_line, shorten
+from poss_jax.convert.tensors import LazyTensor, map_array
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
-
-_VERSIONS = (2, 3)
-_ALIGNMENT = 32  # where general.alignment is missing
 
 # Numbers by their type in the metadata, as `struct` writes them.
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
@@ -33,53 +33,12 @@ _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as a GGUF file stores it.
-
-    Attributes:
-      file: file that holds it.
-      start: its first byte.
-      shape: rows first, as PyTorch has it; the file states it in the opposite order.
-      type: how its values are kept.
-    """
-
-    file: Path
-    start: int
-    shape: tuple[int, ...]
-    type: "GGMLQuantizationType"
-
-    @property
-    def byte_shape(self) -> tuple[int, ...]:
-        """Shape, its last size in bytes; ValueError if a row is not a whole number of blocks."""
-        from gguf.quants import quant_shape_to_byte_shape
-
-        return quant_shape_to_byte_shape(self.shape, self.type)
-
-    @property
-    def end(self) -> int:
-        """The first byte after it."""
-        return self.start + int(np.prod(self.byte_shape, dtype=object))
-
-    def read(self) -> np.ndarray:
-        """Reads and dequantises it, to float32."""
-        from gguf.quants import dequantize
-
-        return dequantize(map_array(self.file, self.start, self.byte_shape, "uint8"), self.type)
-
-
-@dataclass(frozen=True)
 class GgufFile:
-    """The header of a GGUF file.
-
-    Attributes:
-      path: the file.
-      metadata: its keys and values.
-      tensors: its tensors by name.
-    """
+    """The header of a GGUF file."""
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, LazyTensor]  # read in float32; `dtype` is the name of the stored type
 
     @property
     def architecture(self) -> str:
@@ -93,15 +52,11 @@ class GgufFile:
             "GGUF again"
         )
 
-    def of_model(self, key: str, default: Any = None) -> Any:
-        """Gives the value of a key that starts with the architecture."""
-        return self.metadata.get(f"{self.architecture}.{key}", default)
-
-    def number(self, key: str, kind: Any, default: float | None = None) -> Any:
-        """Gives a number of the metadata within the bounds of a type of `poss_jax.config.numbers`.
+    def read(self, key: str, kind: Any, default: Any = None) -> Any:
+        """Gives a value of the metadata if it is of a type, such as `poss_jax.config.numbers` has.
 
         Raises:
-          UserError: it is missing without a default, no number, or outside the bounds.
+          UserError: it is missing without a default, of another type, or outside the bounds.
         """
         value = self.metadata.get(key, default)
         try:
@@ -109,6 +64,10 @@ class GgufFile:
         except ValidationError as error:
             want = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise self.unfit(key, want, value) from error
+
+    def of_model(self, key: str, kind: Any = Any, default: Any = None) -> Any:
+        """Reads the value of a key that starts with the architecture."""
+        return self.read(f"{self.architecture}.{key}", kind, default)
 
 
 def find_gguf(source: Path) -> Path | None:
@@ -140,7 +99,7 @@ def find_gguf(source: Path) -> Path | None:
             with archive.open(names[0]) as packed, path.open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked, 1 << 20)
             return path
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except zipfile.BadZipFile as error:
         raise UserError(f"{source}: cannot be unpacked ({error}); fetch it again") from error
 
 
@@ -165,15 +124,23 @@ def open_gguf(path: Path) -> GgufFile:
       UserError: another kind of file, a damaged one, part of a split one, or a tensor of a type
         that cannot be dequantised.
     """
-    cursor = _Cursor(path)
+    try:
+        return _read_header(path, _Cursor(map_array(path, 0, (path.stat().st_size,), "uint8").data))
+    except (ValueError, KeyError, IndexError) as error:
+        reason = one_line(error)
+        raise UserError(f"{path}: the file is damaged ({reason}); fetch it again") from error
+
+
+def _read_header(path: Path, cursor: "_Cursor") -> GgufFile:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize, quant_shape_to_byte_shape
+
     if cursor.take(4) != b"GGUF":
         raise UserError(f"{path}: want a GGUF file, got another kind; fetch the file again")
-    version = cursor.number("I")
-    if version not in _VERSIONS:
-        listed = " or ".join(map(str, _VERSIONS))
+    if (version := cursor.number("I")) not in (2, 3):
         raise UserError(
-            f"{path}: want GGUF version {listed}, little-endian, got {version}; convert the model "
-            "to GGUF again"
+            f"{path}: want GGUF version 2 or 3, little-endian, got {version}; convert the model to "
+            "GGUF again"
         )
     num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
     metadata = {cursor.text(): cursor.value(cursor.number("I")) for _ in range(num_keys)}
@@ -182,97 +149,69 @@ def open_gguf(path: Path) -> GgufFile:
             f"{path}: is one of {shorten(parts)} parts of a model; join them with llama.cpp's "
             "llama-gguf-split --merge"
         )
-    stored = dict(cursor.tensor() for _ in range(num_tensors))
-    alignment = metadata.get("general.alignment", _ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise cursor.damaged(f"general.alignment {shorten(alignment)}")
-    start = -(-cursor.place // alignment) * alignment
-    tensors = {name: replace(tensor, start=start + tensor.start) for name, tensor in stored.items()}
-    if len(tensors) < num_tensors:
-        raise cursor.damaged("two tensors have one name")
-    for name, tensor in tensors.items():
-        _check(name, tensor, cursor)
-    return GgufFile(path, metadata, tensors)
+    stored = []
+    for _ in range(num_tensors):
+        name, rank = cursor.text(), cursor.number("I")
+        shape = tuple(cursor.number("Q") for _ in range(min(rank, 8)))[::-1]  # rows first
+        stored.append((name, shape, GGMLQuantizationType(cursor.number("I")), cursor.number("Q")))
+    gguf = GgufFile(path, metadata, {})
+    alignment = gguf.read("general.alignment", Count, 32)
+    begin = -(-cursor.place // alignment) * alignment
+    for name, shape, kind, offset in stored:
+        byte_shape = quant_shape_to_byte_shape(shape, kind)  # ValueError: no whole blocks
+        end = begin + offset + math.prod(byte_shape)
+        if end > len(cursor.content):
+            raise ValueError(f"{name} ends at byte {end} of {len(cursor.content)}")
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError as error:
+            raise UserError(
+                f"{path}: {name} is of type {kind.name}, which cannot be dequantised; take a file "
+                "of another quantisation"
+            ) from error
+        read = partial(_read, path, begin + offset, byte_shape, kind)
+        gguf.tensors[name] = LazyTensor(path, shape, kind.name, read)
+    return gguf
 
 
-def _check(name: str, tensor: StoredTensor, cursor: "_Cursor") -> None:
-    from gguf.constants import GGML_QUANT_SIZES
+def _read(
+    path: Path, start: int, byte_shape: tuple[int, ...], kind: "GGMLQuantizationType"
+) -> np.ndarray:
+    """Reads and dequantises a tensor, to float32."""
     from gguf.quants import dequantize
 
-    try:
-        end = tensor.end
-    except (ValueError, IndexError) as error:  # no number of blocks, or no axis
-        raise cursor.damaged(f"{name}: {error}") from error
-    if end > len(cursor.content):
-        raise cursor.damaged(f"{name} ends at byte {end} of {len(cursor.content)}")
-    _, num_bytes = GGML_QUANT_SIZES[tensor.type]
-    try:
-        dequantize(np.zeros((1, num_bytes), np.uint8), tensor.type)
-    except NotImplementedError as error:
-        raise UserError(
-            f"{tensor.file}: {name} is of type {tensor.type.name}, which cannot be dequantised; "
-            "take a file of another quantisation"
-        ) from error
+    return dequantize(map_array(path, start, byte_shape, "uint8"), kind)
 
 
 class _Cursor:
-    """Reads a header from its start; anything past the end of the file is damage."""
+    """Reads a header from its start; anything past the end of the file is a ValueError."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            size = path.stat().st_size
-            content = map_array(path, 0, (size,), "uint8").data if size else memoryview(b"")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error}); fetch it again") from error
-        self.path, self.content, self.place = path, content, 0
-
-    def damaged(self, what: str) -> UserError:
-        return UserError(f"{self.path}: the file is damaged ({what}); fetch it again")
+    def __init__(self, content: memoryview) -> None:
+        self.content, self.place = content, 0
 
     def take(self, size: int) -> bytes:
         start, self.place = self.place, self.place + size
         if self.place > len(self.content):
-            raise self.damaged(f"its header ends at byte {len(self.content)}")
+            raise ValueError(f"its header ends at byte {len(self.content)}")
         return bytes(self.content[start : self.place])
 
     def number(self, form: str) -> Any:
         return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
 
     def text(self) -> str:
-        try:
-            return self.take(self.number("Q")).decode()
-        except UnicodeDecodeError as error:
-            raise self.damaged(f"text that is not UTF-8 before byte {self.place}") from error
+        return self.take(self.number("Q")).decode()
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY:
-            return self._array(self.number("I"), self.number("Q"))
-        if kind not in _NUMBERS:
-            raise self.damaged(f"a value of unknown type {kind} before byte {self.place}")
+            kind, length = self.number("I"), self.number("Q")
+            if kind == _STRING:
+                return [self.text() for _ in range(length)]
+            dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
+            return np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
         number = self.number(_NUMBERS[kind])
         return shortest(number) if kind == _FLOAT32 else number
-
-    def _array(self, kind: int, length: int) -> list[Any]:
-        if kind == _STRING:
-            return [self.text() for _ in range(length)]
-        if kind not in _NUMBERS:
-            raise self.damaged(f"an array of unknown type {kind} before byte {self.place}")
-        dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
-        return np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
-
-    def tensor(self) -> tuple[str, StoredTensor]:
-        """Reads a tensor's name, shape, type and place after the header."""
-        from gguf import GGMLQuantizationType
-
-        name, rank = self.text(), self.number("I")
-        shape = tuple(self.number("Q") for _ in range(min(rank, 8)))[::-1]
-        try:
-            kind = GGMLQuantizationType(self.number("I"))
-        except ValueError as error:
-            raise self.damaged(f"{name}: {error}") from error
-        return name, StoredTensor(self.path, self.number("Q"), shape, kind)
 
 
 def shortest(number: float) -> float:

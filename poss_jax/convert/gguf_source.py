@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from poss_jax.config.numbers import (
     PositiveOrZero,
 )
 from poss_jax.config.reading import UserError, shorten
-from poss_jax.convert.gguf_file import GgufFile, StoredTensor, make_scratch, shortest
+from poss_jax.convert.gguf_file import GgufFile, make_scratch, shortest
 from poss_jax.convert.gguf_tokenizer import special_id, stop_ids, token_list, write_tokenizer
 from poss_jax.convert.source import Source
 from poss_jax.convert.tensors import LazyTensor
@@ -58,7 +58,7 @@ _DIVISORS, _SHORT, _LONG = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
 )
 
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_NAME = re.compile(r"(blk\.\d+\.)?(\w+)\.(weight|bias)")
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -80,16 +80,17 @@ _FUSED = {"ffn_up": "mlp.gate_up_proj"}  # what Phi-3 calls so holds both
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
 _TRAINED = "original_max_position_embeddings"
-_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, _TRAINED: 8192}
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    _TRAINED: 8192,
+}
 
 
 @dataclass(frozen=True)
 class GgufSource(Source):
-    """A GGUF file, as `Source` presents a folder.
-
-    Attributes:
-      gguf: its header.
-    """
+    """A GGUF file, as `Source` presents a folder."""
 
     gguf: GgufFile = field(kw_only=True)
 
@@ -101,12 +102,57 @@ class GgufSource(Source):
     @cached_property
     def values(self) -> dict[str, Any]:
         """The metadata, as config.json says it."""
-        return _read_config(self.gguf)
+        gguf = self.gguf
+        if gguf.architecture not in _ARCHITECTURES:
+            return {"model_type": gguf.architecture}  # which the reader of config.json refuses
+        values = {name: gguf.of_model(key, kind) for key, (name, kind) in _CONFIG_KEYS.items()}
+        longest = values["max_position_embeddings"]
+        _refuse_unknown(gguf, longest)
+        usual = values["hidden_size"] // values["num_attention_heads"]
+        head_dim = gguf.of_model("attention.key_length", HeadDim, usual)
+        value_dim = gguf.of_model("attention.value_length", HeadDim, usual)
+        if head_dim != value_dim:
+            raise UserError(
+                f"{gguf.path}: want heads of one width, got keys of {head_dim} and values of "
+                f"{value_dim}; such a model cannot be converted"
+            )
+        embedding = gguf.tensors.get("token_embd.weight")
+        rotated = gguf.of_model("rope.dimension_count", Count, head_dim)
+        return values | {
+            "model_type": gguf.architecture,
+            "vocab_size": embedding.shape[0] if embedding else len(token_list(gguf)),
+            "num_key_value_heads": gguf.of_model("attention.head_count_kv", Count | None),
+            "head_dim": head_dim,
+            "partial_rotary_factor": rotated / head_dim,
+            "num_experts": gguf.of_model("expert_count"),
+            "sliding_window": None,
+            "tie_word_embeddings": "output.weight" not in gguf.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
+            "bos_token_id": special_id(gguf, "bos"),
+            "eos_token_id": stop_ids(gguf),
+            **_read_rope(gguf, head_dim, longest),
+        }
 
     @cached_property
     def tensors(self) -> dict[str, LazyTensor]:
-        """The weights under Hugging Face's names; unknown ones keep theirs."""
-        return _list_tensors(self.gguf)
+        """The weights under Hugging Face's names, in float32; unknown ones keep theirs."""
+        gguf, heads = self.gguf, {}
+        if gguf.architecture == "llama":
+            heads["attn_q"] = gguf.of_model("attention.head_count", Count)
+            heads["attn_k"] = gguf.of_model("attention.head_count_kv", Count, heads["attn_q"])
+        modules = _NAMES | (_FUSED if gguf.architecture == "phi3" else {})
+        tensors = {}
+        for name, tensor in gguf.tensors.items():
+            key, read = name, tensor.read
+            if (match := _NAME.fullmatch(name)) and match[2] in modules:
+                layer, module, kind = match.groups(default="")
+                key = f"{layer.replace('blk', 'model.layers')}{modules[module]}.{kind}"
+                if module in heads:
+                    read = partial(_read_rotated, tensor.read, heads[module])
+            if name not in (_DIVISORS, _SHORT, _LONG):
+                tensors[key] = replace(tensor, dtype="float32", read=read)
+        return tensors
 
     @cached_property
     def tokenizer_folder(self) -> Path:
@@ -116,40 +162,15 @@ class GgufSource(Source):
         return folder
 
 
-# --------------------------------------------------------------------------------------------------
-# The config
+def _read_rotated(read: Callable[[], np.ndarray], heads: int) -> np.ndarray:
+    """Puts the rows of queries or keys back: llama.cpp rotates neighbours, we rotate halves."""
+    rows = read()
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _read_config(gguf: GgufFile) -> dict[str, Any]:
-    """Translates the metadata; refuses keys that may change what the model computes."""
-    if gguf.architecture not in _ARCHITECTURES:
-        return {"model_type": gguf.architecture}  # which the reader of config.json refuses
-    values = {name: _number(gguf, key, kind) for key, (name, kind) in _CONFIG_KEYS.items()}
-    _refuse_unknown(gguf)
-    tensors, head_dim = gguf.tensors, _head_dim(gguf, values)
-    embedding = tensors.get("token_embd.weight")
-    return values | {
-        "model_type": gguf.architecture,
-        "vocab_size": embedding.shape[0] if embedding else len(token_list(gguf)),
-        "num_key_value_heads": _number(gguf, "attention.head_count_kv", Count | None),
-        "head_dim": head_dim,
-        "partial_rotary_factor": _number(gguf, "rope.dimension_count", Count, head_dim) / head_dim,
-        "num_experts": gguf.of_model("expert_count"),
-        "sliding_window": None,
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "bos_token_id": special_id(gguf, "bos"),
-        "eos_token_id": stop_ids(gguf),
-        **_read_rope(gguf, head_dim, values["max_position_embeddings"]),
-    }
-
-
-def _number(gguf: GgufFile, key: str, kind: Any, default: float | None = None) -> Any:
-    return gguf.number(f"{gguf.architecture}.{key}", kind, default)
-
-
-def _refuse_unknown(gguf: GgufFile) -> None:
+def _refuse_unknown(gguf: GgufFile, longest: int) -> None:
+    """Refuses keys that may change what the model computes."""
     prefix = f"{gguf.architecture}."
     for key, value in gguf.metadata.items():
         name = key.removeprefix(prefix)
@@ -159,33 +180,23 @@ def _refuse_unknown(gguf: GgufFile) -> None:
                 f"{gguf.path}: metadata {key} is {shorten(value)}, which is not known and may "
                 "change what the model computes; such a model cannot be converted"
             )
-    window = _number(gguf, "attention.sliding_window", CountOrZero, 0)
-    if 0 < window < _number(gguf, "context_length", Count):
+    window = gguf.of_model("attention.sliding_window", CountOrZero, 0)
+    if 0 < window < longest:
         raise UserError(
             f"{gguf.path}: a sliding window of {window} tokens is active, which is not supported; "
             "take a model without one"
         )
 
 
-def _head_dim(gguf: GgufFile, values: Mapping[str, Any]) -> int:
-    usual = values["hidden_size"] // values["num_attention_heads"]
-    key, value = (
-        _number(gguf, f"attention.{name}_length", HeadDim, usual) for name in ("key", "value")
-    )
-    if key != value:
-        raise UserError(
-            f"{gguf.path}: want heads of one width, got keys of {key} and values of {value}; such "
-            "a model cannot be converted"
-        )
-    return key
+# --------------------------------------------------------------------------------------------------
+# The rope, some of whose settings are tensors
 
 
 def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
-    """Reads the settings of the rope, some of which are tensors."""
-    theta = _number(gguf, "rope.freq_base", Positive, 10000.0)
-    factor = _number(gguf, "rope.scale_linear", PositiveOrZero, 0)
-    factor = _number(gguf, "rope.scaling.factor", PositiveOrZero, factor)
-    kind = gguf.of_model("rope.scaling.type", "linear")  # as llama.cpp
+    theta = gguf.of_model("rope.freq_base", Positive, 10000.0)
+    factor = gguf.of_model("rope.scale_linear", PositiveOrZero, 0)
+    factor = gguf.of_model("rope.scaling.factor", PositiveOrZero, factor)
+    kind = gguf.of_model("rope.scaling.type", default="linear")  # as llama.cpp
     if kind == "yarn":
         raise UserError(
             f"{gguf.path}: rope type yarn is read from safetensors only; convert the model that "
@@ -207,8 +218,8 @@ def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
 
 
 def _read_longrope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
-    trained = _number(gguf, "rope.scaling.original_context_length", Count, longest)
-    factor = _number(gguf, "rope.scaling.attn_factor", Positive, 1.0)
+    trained = gguf.of_model("rope.scaling.original_context_length", Count, longest)
+    factor = gguf.of_model("rope.scaling.attn_factor", Positive, 1.0)
     stretch = max(longest / trained, 1.0)
     usual = math.sqrt(1 + math.log(stretch) / math.log(max(trained, 2)))  # as `RopeConfig.scale`
     return {
@@ -226,10 +237,13 @@ def _read_divisors(gguf: GgufFile, theta: float, head_dim: int, longest: int) ->
     Other divisors become a longrope that divides short and long texts alike.
     """
     divisors = _values_of(gguf, _DIVISORS, head_dim)
-    scaling = _LLAMA3 | {"factor": max(divisors, default=1.0)}
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    if np.allclose(divisors, _llama3_divisors(frequencies, scaling), rtol=1e-5, atol=0):
-        return scaling
+    factor = max(divisors, default=1.0)
+    # Llama 3.1's divisor of each frequency: 1 for high ones, the factor for low ones.
+    low, high, trained = (_LLAMA3[key] for key in ("low_freq_factor", "high_freq_factor", _TRAINED))
+    turns = theta ** (-np.arange(0, head_dim, 2) / head_dim) * trained / (2 * math.pi)
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    if np.allclose(divisors, 1 / ((1 - share) / factor + share), rtol=1e-5, atol=0):
+        return _LLAMA3 | {"factor": factor}
     return {
         "rope_type": "longrope",
         "short_factor": divisors,
@@ -239,59 +253,13 @@ def _read_divisors(gguf: GgufFile, theta: float, head_dim: int, longest: int) ->
     }
 
 
-def _llama3_divisors(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
-    """Llama 3.1's divisor of each frequency: 1 for high ones, `factor` for low ones."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = frequencies * scaling["original_max_position_embeddings"] / (2 * math.pi)
-    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return 1 / ((1 - share) / scaling["factor"] + share)
-
-
 def _values_of(gguf: GgufFile, name: str, head_dim: int) -> list[float]:
     """Reads a number per frequency."""
-    if name not in gguf.tensors:
-        raise UserError(f"{gguf.path}: {name} is missing; fetch the file again")
-    if (shape := gguf.tensors[name].shape) != (head_dim // 2,):
+    tensor = gguf.tensors.get(name)
+    if tensor is None or tensor.shape != (head_dim // 2,):
+        got = "none" if tensor is None else f"shape {list(tensor.shape)}"
         raise UserError(
-            f"{gguf.path}: {name}: want {head_dim // 2} numbers for heads of {head_dim}, got shape "
-            f"{list(shape)}; convert the model to GGUF again"
+            f"{gguf.path}: {name}: want {head_dim // 2} numbers for heads of {head_dim}, got "
+            f"{got}; convert the model to GGUF again"
         )
-    return [shortest(value) for value in gguf.tensors[name].read().ravel().tolist()]
-
-
-# --------------------------------------------------------------------------------------------------
-# The weights
-
-
-def _list_tensors(gguf: GgufFile) -> dict[str, LazyTensor]:
-    """Lists the weights under Hugging Face's names, in float32; unknown ones keep theirs."""
-    heads: dict[str, int] = {}
-    if gguf.architecture == "llama":
-        heads["attn_q"] = _number(gguf, "attention.head_count", Count)
-        heads["attn_k"] = _number(gguf, "attention.head_count_kv", Count, heads["attn_q"])
-    tensors = {}
-    for name, stored in gguf.tensors.items():
-        if name in (_DIVISORS, _SHORT, _LONG):
-            continue
-        match = _LAYER.fullmatch(name)
-        num_heads = heads.get(match[2]) if match else None
-        read = partial(_read_rotated, stored, num_heads) if num_heads else stored.read
-        key = _hugging_face_name(gguf.architecture, name)
-        tensors[key] = LazyTensor(gguf.path, stored.shape, "float32", read)
-    return tensors
-
-
-def _hugging_face_name(architecture: str, name: str) -> str:
-    names = _NAMES | (_FUSED if architecture == "phi3" else {})
-    if match := _LAYER.fullmatch(name):
-        layer, module, kind = match.groups()
-        return f"model.layers.{layer}.{names[module]}.{kind}" if module in names else name
-    module, _, kind = name.rpartition(".")
-    return f"{names[module]}.{kind}" if module in names else name
-
-
-def _read_rotated(stored: StoredTensor, heads: int) -> np.ndarray:
-    """Puts the rows of queries or keys back: llama.cpp rotates neighbours, we rotate halves."""
-    rows = stored.read()
-    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
+    return [shortest(value) for value in tensor.read().ravel().tolist()]

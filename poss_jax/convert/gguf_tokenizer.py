@@ -7,14 +7,22 @@ own tokenizer does. `docs/checkpoints.md` says where `transformers` differs.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from poss_jax.config.numbers import Count, TokenId
 from poss_jax.config.reading import UserError, one_line, shorten
 from poss_jax.convert.gguf_file import GgufFile
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 _TOKENS = "tokenizer.ggml.tokens"
 
@@ -84,7 +92,7 @@ def special_id(gguf: GgufFile, key: str, default: int | None = None) -> int | No
     Raises:
       UserError: no token's id.
     """
-    return gguf.number(f"tokenizer.ggml.{key}_token_id", TokenId | None, default)
+    return gguf.read(f"tokenizer.ggml.{key}_token_id", TokenId | None, default)
 
 
 def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
@@ -99,7 +107,12 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
             f"{gguf.path}: tokenizer: want gpt2 or llama, got {shorten(kind)}; models with another "
             "cannot be converted"
         )
-    tokens, ids = _strings(gguf, _TOKENS), _special_ids(gguf)
+    tokens = _strings(gguf, _TOKENS)
+    usual = _SENTENCEPIECE_IDS if kind == "llama" else {}
+    stored = {name: special_id(gguf, key, usual.get(name)) for name, key in _SPECIALS.items()}
+    ids = {name: index for name, index in stored.items() if index is not None}
+    if any(index not in range(len(tokens)) for index in ids.values()):
+        raise gguf.unfit("tokenizer.ggml", f"special tokens below {len(tokens)}", ids)
     try:
         tokenizer = _byte_level(gguf) if kind == "gpt2" else _sentencepiece(gguf, ids)
         _add_tokens(tokenizer, gguf)
@@ -114,7 +127,7 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": gguf.number(f"{gguf.architecture}.context_length", Count | None),
+        "model_max_length": gguf.of_model("context_length", Count | None),
         **{f"{name}_token": tokens[index] for name, index in ids.items()},
     }
     if (template := gguf.metadata.get("tokenizer.chat_template")) is not None:
@@ -136,24 +149,11 @@ def _numbers(gguf: GgufFile, key: str, size: int, default: float) -> list[Any]:
     return value
 
 
-def _special_ids(gguf: GgufFile) -> dict[str, int]:
-    """Reads the ids of bos, eos, unk and pad, if they exist."""
-    usual = _SENTENCEPIECE_IDS if gguf.metadata["tokenizer.ggml.model"] == "llama" else {}
-    stored = {name: special_id(gguf, key, usual.get(name)) for name, key in _SPECIALS.items()}
-    ids = {name: index for name, index in stored.items() if index is not None}
-    size = len(token_list(gguf))
-    if any(index not in range(size) for index in ids.values()):
-        raise gguf.unfit("tokenizer.ggml", f"special tokens below {size}", ids)
-    return ids
-
-
 # --------------------------------------------------------------------------------------------------
 # The two kinds
 
 
-def _byte_level(gguf: GgufFile) -> "Tokenizer":
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
+def _byte_level(gguf: GgufFile) -> Tokenizer:
     name = gguf.metadata.get("tokenizer.ggml.pre")
     if name not in _PATTERNS:
         raise UserError(
@@ -161,7 +161,10 @@ def _byte_level(gguf: GgufFile) -> "Tokenizer":
             "texts would be cut in other places than the model was trained with"
         )
     vocabulary = {token: index for index, token in enumerate(token_list(gguf))}
-    merges = [_split_merge(merge) for merge in _strings(gguf, "tokenizer.ggml.merges")]
+    merges = []
+    for merge in _strings(gguf, "tokenizer.ggml.merges"):
+        first, _, second = merge[1:].partition(" ")  # the first character may be a space itself
+        merges.append((merge[:1] + first, second))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
     if name in _NORMALISED:
         tokenizer.normalizer = normalizers.NFC()
@@ -172,14 +175,7 @@ def _byte_level(gguf: GgufFile) -> "Tokenizer":
     return tokenizer
 
 
-def _split_merge(merge: str) -> tuple[str, str]:
-    first, _, right = merge[1:].partition(" ")  # the first character may be a space itself
-    return merge[:1] + first, right
-
-
-def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
+def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> Tokenizer:
     tokens = token_list(gguf)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     model = models.BPE(
@@ -190,13 +186,13 @@ def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> "Tokenizer":
         byte_fallback=True,
     )
     tokenizer = Tokenizer(model)
-    has_prefix = gguf.metadata.get("tokenizer.ggml.add_space_prefix", True)
-    prefix = [normalizers.Prepend("▁")] if has_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    normal = [normalizers.Replace(" ", "▁")]
+    decoded = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if gguf.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        normal.insert(0, normalizers.Prepend("▁"))
+        decoded.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(normal)
+    tokenizer.decoder = decoders.Sequence(decoded)
     return tokenizer
 
 
@@ -218,10 +214,8 @@ def _derive_merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[
 # Added tokens, and what is put around a text
 
 
-def _add_tokens(tokenizer: "Tokenizer", gguf: GgufFile) -> None:
+def _add_tokens(tokenizer: Tokenizer, gguf: GgufFile) -> None:
     """Adds the tokens that are never cut; in Phi-3 they swallow the spaces behind them."""
-    from tokenizers import AddedToken
-
     tokens = token_list(gguf)
     is_phi3 = gguf.architecture == "phi3" and gguf.metadata["tokenizer.ggml.model"] == "llama"
     added: dict[bool, list[AddedToken]] = {True: [], False: []}
@@ -235,21 +229,22 @@ def _add_tokens(tokenizer: "Tokenizer", gguf: GgufFile) -> None:
     tokenizer.add_tokens(added[False])
 
 
-def _add_ends(tokenizer: "Tokenizer", gguf: GgufFile, ids: dict[str, int]) -> None:
+def _add_ends(tokenizer: Tokenizer, gguf: GgufFile, ids: dict[str, int]) -> None:
     """Puts bos before a text and eos after it, if the model wants that."""
-    from tokenizers import processors
-
     metadata = gguf.metadata
     is_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
     usual = is_sentencepiece or metadata.get("tokenizer.ggml.pre") in _ADD_BOS
     adds = {"bos": metadata.get("tokenizer.ggml.add_bos_token", usual)}
     adds |= {"eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
-    used = [name for name in adds if adds[name] and name in ids]
-    if used:
-        tokens = token_list(gguf)
+    tokens = token_list(gguf)
+    specials = [
+        {"id": name, "ids": [ids[name]], "tokens": [tokens[ids[name]]]}
+        for name in adds
+        if adds[name] and name in ids
+    ]
+    parts = {"$A", *(special["id"] for special in specials)}
+    if specials:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*(["bos"] if "bos" in used else []), "$A", *(["eos"] if "eos" in used else [])],
-            special_tokens=[
-                {"id": name, "ids": [ids[name]], "tokens": [tokens[ids[name]]]} for name in used
-            ],
+            single=[part for part in ("bos", "$A", "eos") if part in parts],
+            special_tokens=specials,
         )

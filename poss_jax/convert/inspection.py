@@ -32,27 +32,18 @@ from poss_jax.model.parameters import flatten_item
 
 @dataclass
 class Inspection:
-    """The findings about a source.
+    """The findings about a source."""
 
-    Attributes:
-      source: folder or Hub id, as given.
-      family: target or draft; None for what cannot be converted.
-      method: method of a draft, as far as its files tell.
-      facts: (name, text), in the order to show them.
-      rows: the weights, and where they would go; nowhere for what cannot be converted.
-      assumed: see `Conversion`.
-      needs: what the user would have to say for it to be converted.
-      refused: reason why it cannot be converted.
-    """
-
-    source: str
-    family: str | None = None
-    method: str | None = None
+    source: str  # folder or Hub id, as given
+    family: str | None = None  # target or draft; None for what cannot be converted
+    method: str | None = None  # method of a draft, as far as its files tell
+    # (name, text), in the order to show them.
     facts: list[tuple[str, str]] = field(default_factory=list)
+    # The weights, and where they would go; nowhere for what cannot be converted.
     rows: list[Row] = field(default_factory=list)
-    assumed: tuple[str, ...] = ()
-    needs: str | None = None
-    refused: str | None = None
+    assumed: tuple[str, ...] = ()  # see `Conversion`
+    needs: str | None = None  # what the user would have to say for it to be converted
+    refused: str | None = None  # reason why it cannot be converted
 
     @property
     def num_parameters(self) -> int:
@@ -105,7 +96,7 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
     _count_weights(inspection)
     if isinstance(opened, GgufSource):
         inspection.add(
-            "stored as", _count_types(tensor.type.name for tensor in opened.gguf.tensors.values())
+            "stored as", _count_types(tensor.dtype for tensor in opened.gguf.tensors.values())
         )
     inspection.add(
         "tokenizer files", ", ".join(_list_tokenizer_files(inspection, opened)) or "none"

@@ -25,23 +25,16 @@ _USUAL_TOKENS = 3
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A draft that is about to be exported.
+    """A draft that is about to be exported."""
 
-    Attributes:
-      origin: its folder and the layout, for messages.
-      config: its shape; if one specialist was chosen, the shape of this specialist alone.
-      vocabulary: target id of every token it can propose; None: all of them.
-      target: record of its target.
-      dtype: type that `fc` is written in.
-      verifier: folder or Hub id of the target's PyTorch checkpoint; None: the target's name, if
-        that is a Hub id.
-    """
-
-    origin: str
+    origin: str  # its folder and the layout, for messages
+    # Its shape; if one specialist was chosen, the shape of this specialist alone.
     config: DraftConfig
-    vocabulary: tuple[int, ...] | None
-    target: ModelRecord
-    dtype: str
+    vocabulary: tuple[int, ...] | None  # target id of every token it can propose; None: all of them
+    target: ModelRecord  # record of its target
+    dtype: str  # type that `fc` is written in
+    # Folder or Hub id of the target's PyTorch checkpoint; None: the target's name, if that is a Hub
+    # id.
     verifier: str | None = None
 
     def metadata(self, *, vocabulary: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -58,33 +51,22 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout that the drafts of one family are written in.
+    """A layout that the drafts of one family are written in."""
 
-    Attributes:
-      name: name to choose it by.
-      family: family of its drafts, see `DraftConfig`.
-      readers: programs that read it, for the model card.
-      describe: draft -> config.json; refuses a draft that the layout cannot hold.
-      is_single: whether it holds one specialist.
-      is_stack: whether this specialist may have several layers.
-      layer: key of a layer; `{}` stands for its number.
-      has_embedding: whether it holds a copy of the target's embedding; all hold a draft's own.
-      maps: when it holds `d2t` and `t2d`; `subset`: if the draft's vocabulary is a part.
-      names_verifier: whether its config.json says where the target's checkpoint is.
-      note: what users of the files should know, for the model card.
-    """
-
-    name: str
-    family: str
-    readers: str
+    name: str  # name to choose it by
+    family: str  # family of its drafts, see `DraftConfig`
+    readers: str  # programs that read it, for the model card
+    # Draft -> config.json; refuses a draft that the layout cannot hold.
     describe: Callable[[Outgoing], dict[str, Any]]
-    is_single: bool = False
-    is_stack: bool = False
-    layer: str = "layers.{}"
+    is_single: bool = False  # whether it holds one specialist
+    is_stack: bool = False  # whether this specialist may have several layers
+    layer: str = "layers.{}"  # key of a layer; `{}` stands for its number
+    # Whether it holds a copy of the target's embedding; all hold a draft's own.
     has_embedding: bool = False
+    # When it holds `d2t` and `t2d`; `subset`: if the draft's vocabulary is a part.
     maps: Literal["never", "subset", "always"] = "never"
-    names_verifier: bool = False
-    note: str = ""
+    names_verifier: bool = False  # whether its config.json says where the target's checkpoint is
+    note: str = ""  # what users of the files should know, for the model card
 
     def key(self, name: str) -> str:
         """Renames a layer's PyTorch key as the layout calls layers."""

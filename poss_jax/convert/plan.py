@@ -36,20 +36,13 @@ _WORDS = {"embed": "embedding", "head": "head"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """Everything `write_model` wants, and what to tell the user.
+    """Everything `write_model` wants, and what to tell the user."""
 
-    Attributes:
-      record: the model to be written.
-      rows: the table of what goes where.
-      items: streams (name, arrays); can be run through once.
-      tokenizer_from: folder the tokenizer's files are copied from.
-      assumed: what the source does not say and what is assumed for it, one line each.
-    """
-
-    record: ModelRecord
-    rows: list[Row]
-    items: Iterator[tuple[str, Params]]
-    tokenizer_from: AnyPath
+    record: ModelRecord  # the model to be written
+    rows: list[Row]  # the table of what goes where
+    items: Iterator[tuple[str, Params]]  # streams (name, arrays); can be run through once
+    tokenizer_from: AnyPath  # folder the tokenizer's files are copied from
+    # What the source does not say and what is assumed for it, one line each.
     assumed: tuple[str, ...] = ()
 
     @property

@@ -28,18 +28,12 @@ METADATA = "poss_jax"
 
 @checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class DraftMetadata:
-    """Contents of `METADATA` in a config.json that we exported.
+    """Contents of `METADATA` in a config.json that we exported."""
 
-    Attributes:
-      positions_per_specialist: see `DraftConfig`.
-      trained_depth: see `DraftConfig`.
-      draft_vocabulary: see `ModelRecord`.
-      kv: see `DraftConfig`; None: the family's usual one.
-    """
-
-    positions_per_specialist: Spans
-    trained_depth: Depth
-    draft_vocabulary: tuple[CountOrZero, ...] | None = None
+    positions_per_specialist: Spans  # see `DraftConfig`
+    trained_depth: Depth  # see `DraftConfig`
+    draft_vocabulary: tuple[CountOrZero, ...] | None = None  # see `ModelRecord`
+    # See `DraftConfig`; None: the family's usual one.
     kv: Literal["per_specialist", "shared"] | None = None
 
 
@@ -55,47 +49,32 @@ def read_metadata(source: Source) -> DraftMetadata | None:
 
 
 class Row(NamedTuple):
-    """One line of the table of what goes where.
+    """One line of the table of what goes where."""
 
-    Attributes:
-      key: name in the source.
-      path: our path, or the reason why the tensor is not stored.
-      shape: shape in the source and in our format alike.
-      dtype: type that is stored; the source's type if the tensor is not stored.
-    """
-
-    key: str
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
+    key: str  # name in the source
+    path: str  # our path, or the reason why the tensor is not stored
+    shape: tuple[int, ...]  # shape in the source and in our format alike
+    dtype: str  # type that is stored; the source's type if the tensor is not stored
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A checkpoint whose weights have the names, shapes and types that its config wants.
+    """A checkpoint whose weights have the names, shapes and types that its config wants."""
 
-    Attributes:
-      source: files it was read from.
-      config: shape of the model; a draft's specialists have one position each until
-        `place_specialists`.
-      slots: place in our format, by key.
-      dropped: reason why a key is known and not stored, by key.
-      copies: item of the target that a key of a draft must equal, by key.
-      assumed: one line for each thing that the files do not say.
-      metadata: what our own export of a draft says beyond its layout.
-      read_vocabulary: reads the target id of every token that a draft can propose; None means all.
-      usual_aux_layers: number of the target's layers -> the ones whose inputs a draft reads, if its
-        config does not name them.
-    """
-
-    source: Source
+    source: Source  # files it was read from
+    # Shape of the model; a draft's specialists have one position each until `place_specialists`.
     config: LlamaConfig | DraftConfig
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, Slot]  # place in our format, by key
+    # Reason why a key is known and not stored, by key.
     dropped: Mapping[str, str] = field(default_factory=dict)
+    # Item of the target that a key of a draft must equal, by key.
     copies: Mapping[str, str] = field(default_factory=dict)
-    assumed: tuple[str, ...] = ()
-    metadata: DraftMetadata | None = None
+    assumed: tuple[str, ...] = ()  # one line for each thing that the files do not say
+    metadata: DraftMetadata | None = None  # what our own export of a draft says beyond its layout
+    # Reads the target id of every token that a draft can propose; None means all.
     read_vocabulary: Callable[[], tuple[int, ...] | None] = lambda: None
+    # Number of the target's layers -> the ones whose inputs a draft reads, if its config does not
+    # name them.
     usual_aux_layers: Callable[[int], tuple[int, ...]] | None = None
 
     @property
@@ -212,17 +191,11 @@ NAMED_EAGLE3 = named(r"eagle3")
 
 
 class Published(NamedTuple):
-    """A draft on the Hub.
+    """A draft on the Hub."""
 
-    Attributes:
-      target: Hub id of the target it was trained for.
-      positions_per_specialist: see `DraftConfig`.
-      trained_depth: see `DraftConfig`.
-    """
-
-    target: str
-    positions_per_specialist: tuple[int, ...] = (1,)
-    trained_depth: int = 1
+    target: str  # Hub id of the target it was trained for
+    positions_per_specialist: tuple[int, ...] = (1,)  # see `DraftConfig`
+    trained_depth: int = 1  # see `DraftConfig`
 
 
 _LLAMA3 = "meta-llama/Meta-Llama-3-8B-Instruct"

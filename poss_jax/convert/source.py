@@ -32,11 +32,8 @@ _PATTERNS = (*_SMALL_PATTERNS, "model*.safetensors")
 _BIN_PATTERN = "pytorch_model*.bin"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-# Name that huggingface_hub gives the folder of a repository in its cache.
-_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
+# Folder that huggingface_hub gives a commit in its cache.
+_SNAPSHOT = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})$")
 
 # In the order of preference.
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -48,28 +45,19 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint whose small files are at hand.
+    """A checkpoint whose small files are at hand."""
 
-    Attributes:
-      name: Hub id, or the name of the folder.
-      revision: commit on the Hub; None for a folder.
-      folder: folder of its files; of `GgufSource` the one file.
-      has_weights: whether the weights are at hand too, to be read; otherwise they can be listed.
-    """
-
-    name: str
-    revision: str | None
-    folder: Path
+    name: str  # Hub id, or the name of the folder
+    revision: str | None  # commit on the Hub; None for a folder
+    folder: Path  # folder of its files; of `GgufSource` the one file
+    # Whether the weights are at hand too, to be read; otherwise they can be listed.
     has_weights: bool = True
 
     @property
     def identity(self) -> tuple[str, str | None]:
         """Name and revision to record: for a folder of the Hub's cache, the Hub's."""
-        *_, model, snapshots, commit = ("", "", *self.folder.resolve().parts)
-        match = _CACHED.fullmatch(model)
-        if match and snapshots == "snapshots" and _GIT_SHA1.fullmatch(commit):
-            return f"{match[1]}/{match[2]}", commit
-        return self.name, self.revision
+        match = _SNAPSHOT.search(self.folder.resolve().as_posix())
+        return (f"{match[1]}/{match[2]}", match[3]) if match else (self.name, self.revision)
 
     @property
     def config_name(self) -> str:
@@ -139,12 +127,15 @@ class Source:
         if model.is_file() and not json_file.is_file():
             raise UserError(
                 f"{self.folder}: want tokenizer.json, got tokenizer.model alone; copy it from the "
-                "model this one was trained from, if the vocabulary is the same, or write one with "
-                '`pip install sentencepiece protobuf` and python -c "from transformers import '
-                f"AutoTokenizer as A; d = '{self.folder}'; A.from_pretrained(d)"
-                '.save_pretrained(d)"'
+                "model this one was trained from, or write one with transformers: "
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             )
-        highest = _highest_id(json_file)
+        try:
+            highest = max(Tokenizer.from_file(str(json_file)).get_vocab().values())
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # whatever the Rust side raises or panics with, loading reports it
+            return ()
         if highest < vocab_size:
             return ()
         return (
@@ -236,9 +227,15 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
     for name in files:
         check_own_file(folder / name)
     compared = _verify(folder, dict.fromkeys([weights.name, *files])) if verify else set(files)
-    tensors = [
-        item for name in files for item in _read_file(folder / name, check=name not in compared)
-    ]
+    tensors: list[tuple[str, LazyTensor]] = []
+    for name in files:
+        path = folder / name
+        if path.suffix == ".safetensors":
+            tensors += _read_safetensors(path)
+            continue
+        for key, array in torch_io.read_bin(path, check=name not in compared).items():
+            read = partial(np.asarray, array)
+            tensors.append((key, LazyTensor(path, array.shape, array.dtype.name, read)))
     wrong = sorted({(key, item.file.name) for key, item in tensors} ^ set(shards.items()))
     if shards and wrong:
         listed = ", ".join(f"{key} in {file}" for key, file in wrong[:20])
@@ -260,16 +257,6 @@ def _verify(folder: Path, names: Iterable[str]) -> set[str]:
     return compared
 
 
-def _highest_id(tokenizer: Path) -> int:
-    """Highest id of a tokenizer.json; -1 if it cannot be read, which loading it reports."""
-    try:
-        return max(Tokenizer.from_file(str(tokenizer)).get_vocab().values())
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # the Rust side raises plain Exception, and others if it panics
-        return -1
-
-
 def _find_weights(folder: Path) -> Path | None:
     paths = (folder / f"{name}{end}" for name in _WEIGHT_FILES for end in ("", ".index.json"))
     return next(filter(Path.is_file, paths), None)
@@ -289,28 +276,18 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_file(path: Path, *, check: bool) -> Iterator[tuple[str, LazyTensor]]:
-    if path.suffix == ".safetensors":
-        yield from _read_safetensors(path)
-        return
-    for key, array in torch_io.read_bin(path, check=check).items():
-        yield key, LazyTensor(path, array.shape, array.dtype.name, partial(np.asarray, array))
-
-
 def _read_safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
     try:
-        file = safe_open(path, framework="np")
-        with path.open("rb") as raw:  # safe_open takes the last of a key's entries
-            size = int.from_bytes(raw.read(8), "little")
-            header = parse_object(raw.read(size), f"{path}: header")
-        for key in file.keys():  # noqa: SIM118 (not a mapping)
-            stored = file.get_slice(key)
-            shape, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
-            dtype = _DTYPES.get(dtype, dtype)
-            start = 8 + size + header[key]["data_offsets"][0]
-            yield key, LazyTensor(path, shape, dtype, partial(map_array, path, start, shape, dtype))
+        with safe_open(path, framework="np"), path.open("rb") as file:  # compares header and length
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_object(file.read(size), f"{path}: header")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
+    header.pop("__metadata__", None)
+    for key, stored in header.items():
+        shape, dtype = tuple(stored["shape"]), _DTYPES.get(stored["dtype"], stored["dtype"])
+        start = 8 + size + stored["data_offsets"][0]
+        yield key, LazyTensor(path, shape, dtype, partial(map_array, path, start, shape, dtype))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -373,13 +350,11 @@ def check_blob(path: Path) -> bool:
       UserError: the contents differ.
     """
     blob = path.readlink() if path.is_symlink() else Path()
-    if blob.parent.name != "blobs":
+    if blob.parent.name != "blobs" or len(blob.name) not in (40, 64):
         return False
-    if _SHA256.fullmatch(blob.name):
+    if len(blob.name) == 64:
         check_file(path, blob.name, "the Hub")
         return True
-    if not _GIT_SHA1.fullmatch(blob.name):
-        return False
     content = path.read_bytes()
     git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
     if git != blob.name:

@@ -34,17 +34,11 @@ DRAFT_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Slot:
-    """One array of our format.
+    """One array of our format."""
 
-    Attributes:
-      item: name of its item, for instance `layers/3`.
-      path: keys inside the item.
-      shape: shape it must have.
-    """
-
-    item: str
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
+    item: str  # name of its item, for instance `layers/3`
+    path: tuple[str, ...]  # keys inside the item
+    shape: tuple[int, ...]  # shape it must have
 
     def __str__(self) -> str:
         return "/".join((self.item, *self.path))
@@ -119,19 +113,12 @@ HEAD = source_key("head", ("weight",))
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of a checkpoint that has not been read yet.
+    """A tensor of a checkpoint that has not been read yet."""
 
-    Attributes:
-      file: file that holds it.
-      shape: shape that the file states.
-      dtype: NumPy's name, or the file's own for types we do not read.
-      read: returns the array.
-    """
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    read: Callable[[], np.ndarray]
+    file: Path  # file that holds it
+    shape: tuple[int, ...]  # shape that the file states
+    dtype: str  # NumPy's name, or the file's own for types we do not read
+    read: Callable[[], np.ndarray]  # returns the array
 
 
 def map_array(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
