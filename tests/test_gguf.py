@@ -250,7 +250,7 @@ def test_a_folder_with_safetensors_too_is_read_from_these(tmp_path):
 
 def test_inspect(tiny):
     found = inspect(str(tiny))
-    facts = dict(found.facts)
+    facts = found.facts
     assert facts["stored as"] == "F32 (21 tensors)"
     assert facts["holds"] == "a target of 2 layers"
     assert facts["tokenizer files"] == "tokenizer.json, tokenizer_config.json"
@@ -368,7 +368,7 @@ def test_other_pre_tokenizers_are_refused_and_inspected(tmp_path, name):
     assert f"got {name!r}" in text
     found = inspect(str(file))
     assert found.refused == text
-    assert dict(found.facts)["holds"] == "a target of 2 layers"
+    assert found.facts["holds"] == "a target of 2 layers"
 
 
 def test_damaged_files(tmp_path, tiny):

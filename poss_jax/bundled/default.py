@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,17 +194,16 @@ def convert_once(name: str, find_source: Callable[[], str | Path], *command: str
       UserError: what `find_source` or the converter refuses, or the cache folder cannot be written.
     """
     folder = cache_folder() / "models" / f"{name}-v{FORMAT_VERSION}"
-    if not _is_there(folder):
-        source = find_source()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder.with_name(f".{folder.name}.lock"), _say_that_it_waits):
-            if not _is_there(folder):  # another process may have converted it
-                _convert(str(source), folder, command)
+    record = folder / "model.json"  # the folder is written atomically
+    if record.is_file():
+        return folder
+    source = find_source()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    wait = "waiting for %s, which converts the same model"
+    with hold_lock(folder.with_name(f".{folder.name}.lock"), partial(_LOG.warning, wait)):
+        if not record.is_file():  # another process may have converted it
+            _convert(str(source), folder, command)
     return folder
-
-
-def _is_there(folder: Path) -> bool:
-    return (folder / "model.json").is_file()  # the folder is written atomically
 
 
 def _convert(source: str, folder: Path, command: Sequence[str]) -> None:
@@ -217,7 +217,3 @@ def _convert(source: str, folder: Path, command: Sequence[str]) -> None:
         raise UserError(f"{source}: {done.stderr.strip().rpartition('error: ')[2]}")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     _LOG.warning("converted %s: %.0f MB", source, size / 1e6)
-
-
-def _say_that_it_waits(holder: str) -> None:
-    _LOG.warning("waiting for %s, which converts the same model", holder)

@@ -36,7 +36,7 @@ def read_target(folder: str | AnyPath) -> ModelRecord:
     Raises:
       UserError: what `read_record` refuses, or a draft.
     """
-    return read_family(folder, "target")
+    return read_record(folder, "target")
 
 
 def read_dense(folder: str | AnyPath) -> ModelRecord:
@@ -69,7 +69,7 @@ def read_draft(
     Raises:
       UserError: what `read_record` refuses, a target, or a draft that does not fit this target.
     """
-    record = read_family(folder, "draft")
+    record = read_record(folder, "draft")
     assert isinstance(record.config, DraftConfig)
     check_fit(f"draft {folder}", record.config, target)
     if max(record.config.aux_layers, default=0) >= (num_layers := target.llama.num_layers):
@@ -148,14 +148,6 @@ def load_draft(
     """
     record = read_draft(folder, target=target, allow_target_mismatch=allow_target_mismatch)
     return record, _load_params(folder, record, dtype, sharding, record.items)
-
-
-def read_family(folder: str | AnyPath, family: str) -> ModelRecord:
-    """Reads the record of a target's or a draft's folder; refuses the other family."""
-    record = read_record(folder, family)
-    if record.family != family:
-        raise UserError(f"{folder}: want a {family}, got a {record.family}; give the other folder")
-    return record
 
 
 def _load_params(

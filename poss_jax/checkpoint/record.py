@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -182,14 +183,26 @@ def tokenizer_hashes(folder: AnyPath) -> tuple[str | None, str | None]:
         vocabulary = b"".join(
             (local / name).read_bytes() for name in names if (local / name).is_file()
         )
-        template = _chat_template(local).encode()
-    return _hash_bytes(vocabulary), _hash_bytes(template)
+        template: Any = ""  # in its own file, or in tokenizer_config.json
+        if (local / "chat_template.jinja").is_file():
+            template = (local / "chat_template.jinja").read_text("utf-8", errors="replace")
+        elif (local / "tokenizer_config.json").is_file():
+            template = read_json(local / "tokenizer_config.json").get("chat_template") or ""
+    if not isinstance(template, str):
+        template = json.dumps(template, sort_keys=True)
+    parts = vocabulary, template.encode()
+    tokenizer, template = (hashlib.sha256(part).hexdigest() if part else None for part in parts)
+    return tokenizer, template
 
 
 def provenance() -> dict[str, Any]:
     """Describes the running process: command, versions, git commit and device."""
     # Models are shared, so the interpreter's and the script's folders stay out of them.
     program = [Path(word).name if Path(word).is_absolute() else word for word in sys.orig_argv[:2]]
+    root, git_sha = Path(__file__).resolve().parents[2], ""
+    if (root / ".git").exists() and shutil.which("git"):  # a checkout, no installed package
+        words = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        git_sha = subprocess.run(words, capture_output=True, text=True).stdout.strip()
     return {
         "command": [*program, *sys.orig_argv[2:]],
         "versions": {
@@ -197,25 +210,31 @@ def provenance() -> dict[str, Any]:
             **{name: version(name) for name in ("jax", "flax", "orbax-checkpoint")},
             "poss_jax": __version__,
         },
-        "git_sha": _git_sha(),
+        "git_sha": git_sha or None,
         "device_kind": jax.devices()[0].device_kind,
         "int8_products": products_in_use(),  # on a CPU
     }
 
 
-def read_record(folder: str | AnyPath, family: str = "target") -> ModelRecord:
+def read_record(folder: str | AnyPath, family: str | None = None) -> ModelRecord:
     """Reads the record of a model folder, without its weights.
 
     Args:
-      family: what is wanted, for the message about a missing folder.
+      family: what is wanted, target or draft; None: either.
 
     Raises:
       UserError: no such folder, not a model folder, unknown format version, malformed record, a
-        link in its weights that leads out of it.
+        link in its weights that leads out of it, a model of the other family.
     """
     folder = as_path(folder)
     if not folder.is_dir():
-        raise UserError(f"model folder {folder} does not exist; {_how_to_make(folder, family)}")
+        kind, options = family or "target", " --target TARGET" if family == "draft" else ""
+        advice = f"write it first: poss convert {kind} --source CHECKPOINT{options}"
+        advice += f" --output {folder}"
+        if folder.name == "model":  # a training run writes its model into its own folder
+            advice = "train it first: poss train --config FILE, where FILE has output: "
+            advice += str(folder.parent)
+        raise UserError(f"model folder {folder} does not exist; {advice}")
     path = folder / "model.json"
     if not path.is_file():
         raise UserError(
@@ -234,15 +253,10 @@ def read_record(folder: str | AnyPath, family: str = "target") -> ModelRecord:
     if isinstance(config := values.get("config"), dict):
         kind = DraftConfig if values.get("family") == "draft" else LlamaConfig
         values["config"] = build_config(kind, config, origin=f"{path}: config")
-    return build_config(ModelRecord, values, origin=str(path))
-
-
-def _how_to_make(folder: AnyPath, family: str) -> str:
-    """Says what writes a model folder; a training run writes its model into its own folder."""
-    if folder.name == "model":
-        return f"train it first: poss train --config FILE, where FILE has output: {folder.parent}"
-    target = "" if family == "target" else "--target TARGET "
-    return f"write it first: poss convert {family} --source CHECKPOINT {target}--output {folder}"
+    record = build_config(ModelRecord, values, origin=str(path))
+    if family not in (None, record.family):
+        raise UserError(f"{folder}: want a {family}, got a {record.family}; give the other folder")
+    return record
 
 
 def check_fit(origin: str, draft: DraftConfig, target: ModelRecord) -> None:
@@ -262,34 +276,6 @@ def check_fit(origin: str, draft: DraftConfig, target: ModelRecord) -> None:
                 f"{origin} does not fit the target {name}: want {field} {want}, got {got}; "
                 "use the target it was trained for"
             )
-
-
-def _hash_bytes(content: bytes) -> str | None:
-    return hashlib.sha256(content).hexdigest() if content else None
-
-
-def _chat_template(folder: Path) -> str:
-    """The template's text, from its own file or from tokenizer_config.json; "" if there is none."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
-    if not (folder / "tokenizer_config.json").is_file():
-        return ""
-    template = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
-    return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-
-
-def _git_sha() -> str | None:
-    """Commit of the checkout this package runs from; None for an installed package."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        result = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True
-        )
-    except OSError:
-        return None
-    return result.stdout.strip() or None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -49,8 +49,13 @@ def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
     except UserError:
         raise
     except pickle.UnpicklingError as error:
-        is_intact = is_zip and check
-        raise UserError(_explain_pickle(path, error, is_intact=is_intact)) from error
+        match = _GLOBAL.search(str(error))
+        what = f"wants to use {match[1]}" if match else "holds or runs other things"
+        damaged = "" if is_zip and check else " (or the file is damaged)"
+        raise UserError(
+            f"{path}: want a pickle of plain tensors, got one that {what}{damaged}; use a "
+            "safetensors file"
+        ) from error
     except Exception as error:  # a damaged pickle can raise any kind
         raise UserError(_damaged(path, str(error) or type(error).__name__)) from error
     if not isinstance(state, dict) or not all(
@@ -85,13 +90,6 @@ def _to_torch(torch: Any, array: np.ndarray) -> Any:
     if array.dtype == ml_dtypes.bfloat16:  # as in _to_numpy
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def _explain_pickle(path: Path, error: pickle.UnpicklingError, *, is_intact: bool) -> str:
-    match = _GLOBAL.search(str(error))
-    what = f"one that wants to use {match[1]}" if match else "one that holds or runs other things"
-    damaged = "" if is_intact else " (or the file is damaged)"
-    return f"{path}: want a pickle of plain tensors, got {what}{damaged}; use a safetensors file"
 
 
 def _damaged(path: Path, reason: str) -> str:

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
-from errno import EEXIST, ENOTEMPTY
 from pathlib import Path
 
 from filelock import FileLock, SoftFileLock, Timeout
@@ -39,10 +38,6 @@ def whole_folder(folder: str | AnyPath) -> Iterator[Path]:
         with renamed(path) as partial:
             yield partial
     except OSError as error:
-        if error.errno in (ENOTEMPTY, EEXIST):
-            raise UserError(
-                f"output {folder}: another process has written it meanwhile; name another folder"
-            ) from error
         raise UserError(
             f"cannot write folder {folder}: {error}; nothing is kept, give a place that can hold it"
         ) from error
@@ -58,7 +53,9 @@ def renamed(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     folder = folder.resolve()
     prefix = f".{folder.name}.partial-"
     with made_parents(folder):
-        _remove_abandoned(folder.parent, prefix)
+        for abandoned in folder.parent.glob(f"{glob.escape(prefix)}*"):  # by killed processes
+            with suppress(Timeout, OSError), FileLock(abandoned / _LOCK, timeout=0):  # not held
+                shutil.rmtree(abandoned, ignore_errors=True)
         with (
             tempfile.TemporaryDirectory(
                 prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
@@ -141,26 +138,11 @@ def write_output(path: AnyPath, text: str, *, name: str = "output") -> None:
         raise UserError(f"{name} {path}: {error.strerror}; choose another place") from error
 
 
-def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Removes leftovers of killed processes; live ones hold their lock."""
-    for path in parent.glob(f"{glob.escape(prefix)}*"):
-        try:
-            with FileLock(path / _LOCK, timeout=0):
-                shutil.rmtree(path, ignore_errors=True)
-        except (Timeout, OSError):  # held by a live process, or another user's
-            continue
-
-
 def refuse_irreplaceable(folder: str | AnyPath) -> None:
     """Raises UserError unless `whole_folder` may write here: it can only replace an empty one."""
     refuse_non_empty(folder)
     folder = as_path(folder)
-    if not isinstance(folder, Path):
-        return
-    parent = next((path for path in folder.parents if path.exists()), folder.parent)
-    if parent.is_file():
-        raise UserError(f"output {folder}: {parent} is a file; name another folder")
-    if folder.resolve().is_mount():
+    if isinstance(folder, Path) and folder.resolve().is_mount():
         raise UserError(
             f"output {folder} is a mount point, which cannot be replaced; name a folder below it"
         )

@@ -5,8 +5,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -61,27 +60,19 @@ def write_model(
     Raises:
       UserError: the folder is not empty or cannot be written, or an item does not fit the config.
     """
+    shapes, sums = record.items, {}
     with whole_folder(folder) as partial:
-        sums = _write_items(partial, record.items, items)
+        for name, tree in items:
+            sums[name] = write_item(partial, name, tree, shapes.get(name, {}))
+            del tree  # freed before the next item is made
+        if missing := sorted(shapes.keys() - sums.keys()):
+            raise UserError(f"model has no items {', '.join(missing)}; give every item")
         record = replace(record, weights_sha256=sums)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, partial)
         (partial / "model.json").write_text(json.dumps(config_to_dict(record), indent=2) + "\n")
         write_sums(partial, [path.name for path in partial.iterdir() if path.is_file()])
     return record
-
-
-def _write_items(
-    partial: Path, shapes: dict[str, Params], items: Iterable[tuple[str, Params]]
-) -> dict[str, str]:
-    sums: dict[str, str] = {}
-    for name, tree in items:
-        sums[name] = write_item(partial, name, tree, shapes.get(name, {}))
-        del tree  # freed before the next item is made
-    missing = sorted(shapes.keys() - sums.keys())
-    if missing:
-        raise UserError(f"model has no items {', '.join(missing)}; give every item")
-    return sums
 
 
 def copy_tokenizer(source: AnyPath, folder: Path) -> None:
@@ -167,12 +158,14 @@ def write_item(folder: Path, name: str, item: Params, shapes: Params) -> str:
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
     args = ocp.args.PyTreeSave(arrays, save_args=save_args)
     path = folder / "weights" / name
+    logging.disable(logging.CRITICAL)  # Orbax also logs the error that it raises
     try:
-        with _quiet():
-            _writer().save(path, args=args)
+        _writer().save(path, args=args)
         (path / "commit_success.txt").unlink(missing_ok=True)  # it names folders of this machine
     except Exception as error:
         raise failed_write(error) from error
+    finally:
+        logging.disable(logging.NOTSET)
     return hash_item(arrays)
 
 
@@ -181,20 +174,6 @@ def failed_write(error: Exception) -> OSError:
     code = system_code(error)
     reason = one_line(error) if code is None else os.strerror(code)
     return OSError(code or errno.EIO, reason)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Orbax from logging an error that it also raises."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 @cache

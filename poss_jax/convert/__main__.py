@@ -22,8 +22,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, get_args
 
-from tqdm import tqdm
-
 from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.models import Quantisation
 from poss_jax.config.paths import AnyPath, as_path
@@ -63,7 +61,7 @@ def _inspect(**options: Any) -> None:
     with waiting("importing JAX ..."):
         from poss_jax.convert.inspection import inspect
     inspection = inspect(**options)
-    lines = [f"{name:24}{text}" for name, text in inspection.facts]
+    lines = [f"{name:24}{text}" for name, text in inspection.facts.items()]
     lines += ["", *_format_rows(inspection.rows), ""] if inspection.rows else []
     lines += [f"assumed: {line}" for line in inspection.assumed]
     lines += [f"needs: {inspection.needs}"] if inspection.needs else []
@@ -96,8 +94,13 @@ def _convert(command: str, output: AnyPath, **options: Any) -> None:
     print("\n".join(map(printable, lines)))
     record = conversion.record
     with progress_bar(total=len(record.items), unit="item") as progress:
+
+        def advance(item: tuple[str, Any]) -> tuple[str, Any]:
+            progress.update()
+            return item
+
         # Iterating over tqdm itself would keep each item until the next one has been made.
-        items = map(partial(_advance, progress), conversion.items)
+        items = map(advance, conversion.items)
         write_model(output, record, items, tokenizer_from=conversion.tokenizer_from)
     summary = {
         "output": str(output),
@@ -110,11 +113,6 @@ def _convert(command: str, output: AnyPath, **options: Any) -> None:
     }
     name, count = record.method or record.family, summary["parameters"]
     print_summary(summary, f"wrote {output}: {name}, {count:,} parameters, {conversion.dtype}")
-
-
-def _advance(progress: tqdm, item: tuple[str, Any]) -> tuple[str, Any]:
-    progress.update()
-    return item
 
 
 # --------------------------------------------------------------------------------------------------
@@ -144,39 +142,28 @@ def _format_rows(rows: Sequence[Any]) -> list[str]:
 
 def _fold_rows(rows: Iterable[Any]) -> list[Any]:
     """Joins rows that differ only in their layer's number, ordered by the first of each group."""
-    groups: dict[Any, list[tuple[int, int]]] = {}
+    groups: dict[Any, list[list[int]]] = {}
     for row in rows:
-        key, key_index = _split(row.key)
-        path, path_index = _split(row.path) if key_index >= 0 else (row.path, -1)
-        groups.setdefault(row._replace(key=key, path=path), []).append((key_index, path_index))
+        matches = [_NUMBER.search(name) for name in (row.key, row.path)]
+        key, path = (_NUMBER.sub("\0", name, count=1) for name in (row.key, row.path))
+        numbers = [int(match[0]) if match else -1 for match in matches]
+        groups.setdefault(row._replace(key=key, path=path), []).append(numbers)
     folded = []
     for row, numbers in groups.items():
         consecutive = groupby(enumerate(sorted(numbers)), key=lambda item: item[1][0] - item[0])
         for _, run in consecutive:
-            keys, paths = zip(*(pair for _, pair in run), strict=True)
-            folded.append(row._replace(key=_join(row.key, keys), path=_join(row.path, paths)))
+            pairs = [pair for _, pair in run]
+            key, path = (
+                str(first) if first == last else f"{{{first}..{last}}}"
+                for first, last in zip(pairs[0], pairs[-1], strict=True)
+            )
+            key, path = row.key.replace("\0", key), row.path.replace("\0", path)
+            folded.append(row._replace(key=key, path=path))
     return folded
-
-
-def _split(name: str) -> tuple[str, int]:
-    """Cuts the layer's number out of a name; -1 stands for none."""
-    match = _NUMBER.search(name)
-    if match is None:
-        return name, -1
-    return f"{name[: match.start()]}\0{name[match.end() :]}", int(match[0])
-
-
-def _join(name: str, numbers: Sequence[int]) -> str:
-    first, last = numbers[0], numbers[-1]
-    return name.replace("\0", str(first) if first == last else f"{{{first}..{last}}}")
 
 
 # --------------------------------------------------------------------------------------------------
 # Options and commands
-
-
-def _parse_spans(text: str) -> tuple[int, ...]:
-    return tuple(_parse_count(count) for count in text.split(","))
 
 
 def _parse_count(text: str) -> int:
@@ -212,7 +199,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "Compare the files and weights of a model folder with their checksums.",
     },
     "--positions-per-specialist": {
-        "type": _parse_spans,
+        "type": lambda text: tuple(map(_parse_count, text.split(","))),
         "metavar": "N,N,...",
         "help": "Number of draft positions that each specialist serves, such as 3,3. The draft "
         "command knows it for published checkpoints, our own exports and drafts of one layer.",

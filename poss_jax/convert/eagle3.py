@@ -63,12 +63,6 @@ def has_eagle3_config(source: Source) -> str | None:
     return None if is_eagle2 else NAMED_EAGLE3(source)
 
 
-def _has_stacked_layers(source: Source) -> bool:
-    """Tells a stack, whose later layers read hidden states alone, from PosS's specialists."""
-    normed = [name for name in source.names if name.endswith(".hidden_norm.weight")]
-    return count_layers(source) > 1 and normed == ["layers.0.hidden_norm.weight"]
-
-
 def _is_parallel(source: Source) -> bool:
     """Tells P-EAGLE, which drafts all positions in one pass, from EAGLE-3."""
     return _MASK in source.names or source.values.get("speculators_model_type") == "peagle"
@@ -91,13 +85,16 @@ def read_eagle3(source: Source) -> Reading:
     settings, more = _read_settings(source, layer.hidden_size)
     values = {"layer": layer, "family": "eagle3", "kv": "shared", **settings}
     values |= {} if window is None else {"window": window, "num_sinks": 0}
-    num_layers, is_stack = count_layers(source), _has_stacked_layers(source)
+    num_layers = count_layers(source)
+    # In a stack later layers read hidden states alone, unlike PosS's specialists.
+    normed = [name for name in source.names if name.endswith(".hidden_norm.weight")]
+    is_stack = num_layers > 1 and normed == ["layers.0.hidden_norm.weight"]
     values |= {"positions_per_specialist": (1,) * (1 if is_stack else num_layers)}
     values |= {"layers_per_specialist": (num_layers,)} if is_stack else {}
     given_as = {"target_size": f"{origin}/config.json: target_hidden_size"}
     config = build_config(DraftConfig, values, origin=origin, given_as=given_as)
     assert isinstance(config, DraftConfig)
-    reading = read_weights(
+    return read_weights(
         source,
         config,
         copies={} if config.has_embedding else {DRAFT_EMBEDDING: "embed"},
@@ -108,8 +105,6 @@ def read_eagle3(source: Source) -> Reading:
         read_vocabulary=partial(_read_vocabulary, source, config),
         usual_aux_layers=default_aux_layers if config.aux_layers == _UNPLACED else None,
     )
-    _check_maps(source, config)
-    return reading
 
 
 def _read_settings(source: Source, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
@@ -119,46 +114,41 @@ def _read_settings(source: Source, hidden_size: int) -> tuple[dict[str, Any], li
       Fields of the config, and one line for each thing that had to be assumed.
     """
     fc_norm, assumed = _read_fc_norm(source)
-    output_norm, more = _read_output_norm(source)
-    head_size = _find(source, "draft_vocab_size")
+    head_size, target_size = _find(source, "draft_vocab_size"), _find(source, "target_hidden_size")
     settings: dict[str, Any] = {
         "head_size": source.settings.get("vocab_size") if head_size is None else head_size,
         "norm_before_residual": _read_flag(source, "norm_before_residual") or False,
         "fc_norm": fc_norm,
-        "output_norm": output_norm,
+        "output_norm": "head",
         "aux_layers": _read_aux_layers(source),
-        **_read_embedding(source, hidden_size),
-        **_read_mask(source),
     }
-    if _is_of_speculators(source) and _find(source, "norm_before_residual") is None:
-        more.append("norm_before_residual False, because config.json has none")
-    return settings, assumed + more
-
-
-def _read_embedding(source: Source, hidden_size: int) -> dict[str, Any]:
-    """Reads the target's width if it is another, and whether the draft has its own embedding.
-
-    A draft of the target's width has one if it was trained: other files hold a copy.
-    """
-    size = _find(source, "target_hidden_size")
-    if size not in (None, hidden_size):
-        return {"target_size": size, "has_embedding": True}
-    flag = _read_flag(source, "embed_requires_grad")
-    is_trained = _is_parallel(source) if flag is None else flag
-    return {"has_embedding": is_trained and DRAFT_EMBEDDING in source.names}
-
-
-def _read_mask(source: Source) -> dict[str, Any]:
-    """Reads the token of a P-EAGLE draft that stands for what is not known yet."""
-    if not _is_parallel(source):
-        return {}
-    tokens = [token for key in _MASKS if (token := _find(source, key)) is not None]
-    if not tokens:
-        raise UserError(
-            f"{source.folder}/config.json: want {' or '.join(_MASKS)}, the token that drafted "
-            "positions read in training, got none; add it"
-        )
-    return {"mask_token": tokens[0]}
+    # `norm_output`, which parts use normed features, means different things to two producers.
+    norm_output, is_parallel = _read_flag(source, "norm_output"), _is_parallel(source)
+    if _is_of_speculators(source):
+        settings["output_norm"] = "fed_back" if norm_output else "head"
+        if _find(source, "norm_before_residual") is None:
+            assumed.append("norm_before_residual False, because config.json has none")
+    elif norm_output is not None:
+        settings["output_norm"] = "head" if norm_output else None
+        meaning = "the head reads normed features, specialists raw ones"
+        meaning = meaning if norm_output else "no norm at all"
+        why = "SpecForge means that (speculators does not)"
+        assumed.append(f"norm_output {norm_output}: {meaning}, because {why}")
+    if target_size not in (None, hidden_size):
+        settings |= {"target_size": target_size, "has_embedding": True}
+    else:  # an embedding of its own only if it was trained: other files hold a copy
+        flag = _read_flag(source, "embed_requires_grad")
+        is_trained = is_parallel if flag is None else flag
+        settings["has_embedding"] = is_trained and DRAFT_EMBEDDING in source.names
+    if is_parallel:
+        tokens = [token for key in _MASKS if (token := _find(source, key)) is not None]
+        if not tokens:
+            raise UserError(
+                f"{source.folder}/config.json: want {' or '.join(_MASKS)}, the token that drafted "
+                "positions read in training, got none; add it"
+            )
+        settings["mask_token"] = tokens[0]
+    return settings, assumed
 
 
 def _read_fc_norm(source: Source) -> tuple[str | None, list[str]]:
@@ -167,32 +157,12 @@ def _read_fc_norm(source: Source) -> tuple[str | None, list[str]]:
     for kind, (key, weight) in _FC_NORMS.items():
         flag, is_there = _read_flag(source, key), weight in source.names
         weights = f"hold {'' if is_there else 'no '}{weight}"
-        if flag is not None and flag != is_there:
+        if flag not in (None, is_there):
             raise contradiction(source, f"{key} {flag}", weights)
         if is_there:
             kinds.append(kind)
-        if is_there and flag is None:
-            assumed.append(f"{key} True, because the weights {weights}")
-    if len(kinds) > 1:
-        listed = " and ".join(weight for _, weight in _FC_NORMS.values())
-        raise UserError(
-            f"{source.folder}: want norms of one kind before fc, got {listed}; give the draft's "
-            "own files"
-        )
+            assumed += [f"{key} True, because the weights {weights}"] if flag is None else []
     return next(iter(kinds), None), assumed
-
-
-def _read_output_norm(source: Source) -> tuple[str | None, list[str]]:
-    """Reads which parts use normed features; one key means different things to two producers."""
-    key = "norm_output"
-    flag = _read_flag(source, key)
-    if _is_of_speculators(source):
-        return "fed_back" if flag else "head", []
-    if flag is None:
-        return "head", []
-    meaning = "the head reads normed features, specialists raw ones" if flag else "no norm at all"
-    why = "SpecForge means that (speculators does not)"
-    return "head" if flag else None, [f"{key} {flag}: {meaning}, because {why}"]
 
 
 def _read_aux_layers(source: Source) -> tuple[int, ...]:
@@ -256,52 +226,26 @@ def _read_flag(source: Source, key: str) -> bool | None:
     return flag
 
 
-# --------------------------------------------------------------------------------------------------
-# The draft vocabulary
-
-
-def _has_all_tokens(config: DraftConfig) -> bool:
-    """Tells whether a draft's head has every token; the original then ignores the maps."""
-    return config.head_size in (None, config.layer.vocab_size)
-
-
-def _check_maps(source: Source, config: DraftConfig) -> None:
-    """Compares types of the maps, and their shapes where they are read."""
-    V, Vd = config.layer.vocab_size, config.head_size
-    for name, dtype, size in (("d2t", "int64", Vd), ("t2d", "bool", V)):
-        key = source.names.get(name)
-        if key is None:
-            continue
-        tensor = source.tensors[key]
-        shape = tensor.shape if _has_all_tokens(config) else (size,)
-        if (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise UserError(
-                f"{source.folder}: {key}: want {dtype} {list(shape)}, got {tensor.dtype} "
-                f"{list(tensor.shape)}; give the draft's own files"
-            )
-
-
 def _read_vocabulary(source: Source, config: DraftConfig) -> tuple[int, ...] | None:
     """Reads the target id of every token of a draft's head; None: it has them all."""
     V, Vd = config.layer.vocab_size, config.head_size
-    if _has_all_tokens(config):
+    if Vd in (None, V):  # the original then ignores the maps
         return None
     if "d2t" not in source.names:
         raise UserError(
             f"{source.folder}: draft_vocab_size {Vd} of {V} tokens, but the weights hold no d2t, "
             "which says of which; give the draft's own files"
         )
-    offsets = source.tensors[source.names["d2t"]].read()
-    ids = offsets.astype(np.int64) + np.arange(len(offsets))
+    offsets = source.tensors[source.names["d2t"]]
+    if (offsets.dtype, offsets.shape) != ("int64", (Vd,)):
+        raise UserError(
+            f"{source.folder}: d2t: want int64 [{Vd}], got {offsets.dtype} {list(offsets.shape)}; "
+            "give the draft's own files"
+        )
+    ids = offsets.read() + np.arange(Vd)
     if ids.min() < 0 or ids.max() >= V or (np.diff(ids) <= 0).any():
         raise UserError(
             f"{source.folder}: d2t: want the offsets of {Vd} ascending ids below {V}; the file is "
             "damaged, or belongs to another draft"
         )
-    if "t2d" in source.names:
-        mask = source.tensors[source.names["t2d"]].read()
-        if not np.array_equal(np.flatnonzero(mask), ids):
-            raise UserError(
-                f"{source.folder}: t2d and d2t name different tokens; give the draft's own files"
-            )
     return tuple(ids.tolist())

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +100,15 @@ def plan_export(
             raise UserError(
                 "--target, --specialist and --verifier are for drafts; leave them out for a target"
             )
-        return _plan_target(folder, record, dtype)
+        if record.quantised is not None:
+            raise UserError(
+                f"{folder} is quantised to {record.quantised}, which no layout holds; export the "
+                "target it was made from"
+            )
+        slots = slots_by_key(record.llama)
+        parts = [Part(folder, record, slot, key) for key, slot in slots.items()]
+        rows = _rows(parts, dtype)
+        return Export(target_config_json(record.llama, rows[0].dtype), parts, rows, folder)
     layout = _choose_layout(folder, record.draft, form, specialist)
     if verifier is not None and not layout.names_verifier:
         named = _list_formats([layout for layout in LAYOUTS if layout.names_verifier])
@@ -146,18 +154,6 @@ def _list_formats(layouts: Sequence[Layout]) -> str:
     return " or ".join(f"--format {layout.name}" for layout in layouts)
 
 
-def _plan_target(folder: AnyPath, record: ModelRecord, dtype: DType) -> Export:
-    """Plans a target in the layout of `transformers`."""
-    if record.quantised is not None:
-        raise UserError(
-            f"{folder} is quantised to {record.quantised}, which no layout holds; export the "
-            "target it was made from"
-        )
-    parts = [Part(folder, record, slot, key) for key, slot in slots_by_key(record.llama).items()]
-    rows = _rows(parts, dtype)
-    return Export(target_config_json(record.llama, rows[0].dtype), parts, rows, folder)
-
-
 def _plan_draft(
     folder: AnyPath,
     record: ModelRecord,
@@ -174,7 +170,14 @@ def _plan_draft(
             f"{target_folder}: want the target {record.target.name} that draft {folder} was made "
             f"for, got {target.family} {target.target.name} with another embedding or head"
         )
-    config = _cut(record.draft, specialist)
+    config, number = record.draft, record.draft.num_specialists
+    if specialist is not None:
+        if not 0 <= specialist < number:
+            raise UserError(
+                f"specialist {specialist} does not exist; the draft has {number}, give 0 to "
+                f"{number - 1}"
+            )
+        config = replace(config, positions_per_specialist=(1,))
     parts = []
     for key, slot in slots_by_key(config).items():
         if specialist is not None and slot.item.startswith("specialists/"):
@@ -203,18 +206,6 @@ def _vocabulary_maps(draft: Outgoing, layout: Layout) -> dict[str, np.ndarray]:
     size = draft.config.layer.vocab_size
     ids = np.arange(size) if draft.vocabulary is None else np.array(draft.vocabulary, np.int64)
     return {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(np.arange(size), ids)}
-
-
-def _cut(config: DraftConfig, specialist: int | None) -> DraftConfig:
-    """Returns the config of one specialist alone; without a choice, of all of them."""
-    if specialist is None:
-        return config
-    if not 0 <= specialist < config.num_specialists:
-        raise UserError(
-            f"specialist {specialist} does not exist; the draft has {config.num_specialists}, "
-            f"give 0 to {config.num_specialists - 1}"
-        )
-    return replace(config, positions_per_specialist=(1,))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -281,7 +272,14 @@ def write_export(
         for number, rows in enumerate(shards, start=1):
             end = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
             shard = f"{stem}{end}.{suffix}"
-            _save(partial / shard, dict(islice(arrays, len(rows))))
+            tensors = dict(islice(arrays, len(rows)))
+            try:
+                if as_bin:
+                    torch_io.write_bin(partial / shard, tensors)
+                else:  # transformers insists on the metadata
+                    save_file(tensors, partial / shard, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise UserError(f"{shard} cannot be written: {error}; nothing is kept") from error
             weight_map |= dict.fromkeys((row.path for row in rows), shard)
         if len(shards) > 1:
             size = sum(map(_num_bytes, export.rows))
@@ -310,16 +308,6 @@ def _shards(rows: list[Row], max_bytes: int) -> list[list[Row]]:
             size = _num_bytes(row)
         shards[-1].append(row)
     return shards
-
-
-def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    if path.suffix == ".bin":
-        torch_io.write_bin(path, arrays)
-        return
-    try:
-        save_file(arrays, path, metadata={"format": "pt"})  # transformers insists on it
-    except SafetensorError as error:
-        raise UserError(f"{path.name} cannot be written: {error}; nothing is kept") from error
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
@@ -351,44 +339,36 @@ poss_jax converts it back with
 
 def model_card(draft: Outgoing, layout: Layout, specialist: int | None) -> str:
     """Writes README.md of an exported draft; of one specialist, or with None of all."""
-    name = draft.target.target.name
+    config, name = draft.config, draft.target.target.name
+    rope, size, number = config.layer.rope, config.layer.vocab_size, config.num_specialists
     notes = [] if specialist is None else [f"It is specialist {specialist} of a PosS draft."]
     notes += [layout.note] if layout.note else []
-    return _CARD.format(
-        base=f"base_model: {json.dumps(name)}\n" if HUB_ID.fullmatch(name) else "",
-        name=name,
-        method=method_of(draft.config),
-        version=__version__,
-        layout=layout,
-        notes="".join(f"\n{note}\n" for note in notes),
-        facts="\n".join(f"| {what} | {value} |" for what, value in _facts(draft).items()),
-    )
-
-
-def _facts(draft: Outgoing) -> dict[str, str]:
-    config, rope = draft.config, draft.config.layer.rope
-    size = config.layer.vocab_size
+    specialists = "1, for all positions"
+    if number > 1:  # such as "3: positions 1-3, 4-6, 7 on"
+        starts = [*accumulate(config.positions_per_specialist[:-1], initial=1)]
+        spans = [
+            str(start) if end == start + 1 else f"{start}-{end - 1}"
+            for start, end in pairwise(starts)
+        ]
+        specialists = f"{number}: positions {', '.join(spans)}, {starts[-1]} on"
     tokens = f"{len(draft.vocabulary)} of {size}" if draft.vocabulary else f"all {size}"
     features = "its last hidden state, normed"
     if config.aux_layers:
         features = f"the inputs of its layers {', '.join(map(str, config.aux_layers))} (from 0)"
-    return {
-        "specialists": _show_specialists(config),
-        "trained depth": str(config.trained_depth),
+    facts = {
+        "specialists": specialists,
+        "trained depth": config.trained_depth,
         "tokens it can propose": tokens,
         "reads of the target": features,
         "rope": f"{rope.type}, theta {rope.theta:g}",
         "weights": draft.dtype,
     }
-
-
-def _show_specialists(config: DraftConfig) -> str:
-    """Says which positions each specialist drafts, such as "3: positions 1-3, 4-6, 7 on"."""
-    if config.num_specialists == 1:
-        return "1, for all positions"
-    shown, first = [], 1
-    for count in config.positions_per_specialist[:-1]:
-        last = first + count - 1
-        shown.append(str(first) if count == 1 else f"{first}-{last}")
-        first = last + 1
-    return f"{config.num_specialists}: positions {', '.join(shown)}, {first} on"
+    return _CARD.format(
+        base=f"base_model: {json.dumps(name)}\n" if HUB_ID.fullmatch(name) else "",
+        name=name,
+        method=method_of(config),
+        version=__version__,
+        layout=layout,
+        notes="".join(f"\n{note}\n" for note in notes),
+        facts="\n".join(f"| {what} | {value} |" for what, value in facts.items()),
+    )

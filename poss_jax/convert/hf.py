@@ -37,7 +37,7 @@ CONFIG_KEYS = {
     "head_dim": "head_dim",
     "max_position_embeddings": "max_position_embeddings",
 }
-_REQUIRED = list(CONFIG_KEYS)[:5]
+_REQUIRED = list(CONFIG_KEYS.values())[:5]
 
 # Keys that must have one value, which is also what Hugging Face takes where they are absent.
 _FIXED = {"hidden_act": "silu", "pretraining_tp": 1, "partial_rotary_factor": 1.0}
@@ -120,14 +120,19 @@ def parse_llama_config(
                 "cannot be converted"
             )
     _refuse_sliding_window(values, origin)
-    required = {field: _require(values, CONFIG_KEYS[field], origin) for field in _REQUIRED}
+    for key in _REQUIRED:
+        if values.get(key) is None:
+            raise UserError(f"{origin}: {key} is missing; want the model's own config.json")
+    hidden_size, num_heads = values["hidden_size"], values["num_attention_heads"]
+    are_counts = all(isinstance(size, int) and size > 0 for size in (hidden_size, num_heads))
+    head_dim = hidden_size // num_heads if are_counts else None  # refused with the other numbers
     longest = _count(values, "max_position_embeddings", origin)
     return build_config(
         LlamaConfig,
         {
-            **required,
-            "num_kv_heads": _get(values, "num_key_value_heads", required["num_heads"]),
-            "head_dim": _head_dim(values, origin),
+            **{field: values[key] for field, key in CONFIG_KEYS.items() if key in _REQUIRED},
+            "num_kv_heads": _get(values, "num_key_value_heads", num_heads),
+            "head_dim": _get(values, "head_dim", head_dim),
             "max_position_embeddings": longest,
             "rms_norm_eps": _get(values, "rms_norm_eps", 1e-6),
             "rope": read_rope(values, longest, origin),
@@ -199,33 +204,11 @@ def _count(values: Mapping[str, Any], key: str, origin: str) -> int:
     return count
 
 
-def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
-    if values.get("head_dim") is not None:
-        return values["head_dim"]
-    hidden_size, num_heads = values["hidden_size"], values["num_attention_heads"]
-    try:
-        head_dim, remainder = divmod(hidden_size, num_heads)
-    except (TypeError, ZeroDivisionError):
-        return None  # refused with the other numbers
-    if remainder:
-        raise UserError(
-            f"{origin}: hidden_size {shorten(hidden_size)} is not a multiple of "
-            f"{shorten(num_heads)} heads; add head_dim"
-        )
-    return head_dim
-
-
 def _stop_ids(values: Mapping[str, Any]) -> tuple[Any, ...]:
     ids = values.get("eos_token_id")
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)
-
-
-def _require(values: Mapping[str, Any], key: str, origin: str) -> Any:
-    if values.get(key) is None:
-        raise UserError(f"{origin}: {key} is missing; want the model's own config.json")
-    return values[key]
 
 
 def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -261,10 +244,16 @@ def read_draft(source: Source) -> Reading:
         layout = f"have EAGLE-2's layout ({QUERY} {list(source.shapes[QUERY])})"
         raise contradiction(source, f"EAGLE-3 ({name})", layout)
     layer, assumed = read_layer(source)
-    assumed += _assume_fc_bias(source)
+    has_bias, stated = FC_BIAS in source.names, source.settings.get("bias")
+    if has_bias != (stated in (None, True)):
+        says = f"says bias {shorten(stated)}"
+        says = "has no key bias, which means true" if stated is None else says
+        what = ("with", "a") if has_bias else ("without", "no")
+        line = "fc {} bias, because the weights hold {} {}, although config.json {}"
+        assumed.append(line.format(*what, FC_BIAS, says))
     metadata = read_metadata(source)
     kv = (metadata and metadata.kv) or "per_specialist"
-    values = {"layer": layer, "fc_bias": FC_BIAS in source.names, "kv": kv}
+    values = {"layer": layer, "fc_bias": has_bias, "kv": kv}
     values |= {"positions_per_specialist": (1,) * count_layers(source)}
     config = build_config(DraftConfig, values, origin=str(source.folder))
     return read_weights(source, config, copies=_COPIES, assumed=tuple(assumed), metadata=metadata)
@@ -326,7 +315,16 @@ def read_layer(source: Source, *, window: int | None = None) -> tuple[LlamaConfi
     if window is not None:
         values |= {"layer_types": None, "sliding_window": None, "use_sliding_window": False}
     layer = parse_llama_config(values, {}, origin=f"{source.folder}/config.json")
-    _check_widths(source, layer)
+    for field, width, key in (
+        ("hidden_size", layer.hidden_size, FC),
+        ("num_attention_heads times head_dim", layer.num_heads * layer.head_dim, QUERY),
+        ("num_key_value_heads times head_dim", layer.num_kv_heads * layer.head_dim, _KEY),
+        ("intermediate_size", layer.intermediate_size, _GATE),
+        ("vocab_size", layer.vocab_size, DRAFT_EMBEDDING),
+    ):
+        if source.shapes.get(key, (width,))[:1] != (width,):
+            weights = f"have {source.names[key]} {list(source.shapes[key])}"
+            raise contradiction(source, f"{field} {width}", weights)
     assumed: list[str] = []
     if source.settings.get("model_type") is None:
         assumed.append("model_type llama, because config.json has none")
@@ -338,20 +336,6 @@ def read_layer(source: Source, *, window: int | None = None) -> tuple[LlamaConfi
         assumed.append(f"rms_norm_eps {layer.rms_norm_eps:g}, because config.json has none")
     layer = replace(layer, fused_projections=False, **shown)  # no layout of drafts has them
     return layer, [*assumed, *assumed_biases]
-
-
-def _check_widths(source: Source, layer: LlamaConfig) -> None:
-    """Refuses a config.json whose widths differ from the tensors'."""
-    for field, stated, key in (
-        ("hidden_size", layer.hidden_size, FC),
-        ("num_attention_heads times head_dim", layer.num_heads * layer.head_dim, QUERY),
-        ("num_key_value_heads times head_dim", layer.num_kv_heads * layer.head_dim, _KEY),
-        ("intermediate_size", layer.intermediate_size, _GATE),
-        ("vocab_size", layer.vocab_size, DRAFT_EMBEDDING),
-    ):
-        if source.shapes.get(key, (stated,))[:1] != (stated,):
-            weights = f"have {source.names[key]} {list(source.shapes[key])}"
-            raise contradiction(source, f"{field} {stated}", weights)
 
 
 def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], list[str]]:
@@ -368,15 +352,3 @@ def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], l
             raise contradiction(source, f"{name} {shorten(stated)}", weights)
         assumed.append(f"{field} {shown[field]}, because the weights {weights}")
     return shown, assumed
-
-
-def _assume_fc_bias(source: Source) -> list[str]:
-    """Says what had to be assumed of the bias of an EAGLE-2 draft's fc."""
-    has_bias, stated = FC_BIAS in source.names, source.settings.get("bias")
-    if has_bias == (stated in (None, True)):
-        return []
-    says = "has no key bias, which means true" if stated is None else f"says bias {shorten(stated)}"
-    return [
-        f"fc with{'' if has_bias else 'out'} bias, because the weights hold "
-        f"{'a' if has_bias else 'no'} {FC_BIAS}, although config.json {says}"
-    ]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from poss_jax.checkpoint.folder import describe_item
-from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, read_record
+from poss_jax.checkpoint.record import TOKENIZER_FILES, read_record
 from poss_jax.checkpoint.writing import verify_model
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath, as_path
@@ -37,8 +37,7 @@ class Inspection:
     source: str  # folder or Hub id, as given
     family: str | None = None  # target or draft; None for what cannot be converted
     method: str | None = None  # method of a draft, as far as its files tell
-    # (name, text), in the order to show them.
-    facts: list[tuple[str, str]] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)  # in the order to show them
     # The weights, and where they would go; nowhere for what cannot be converted.
     rows: list[Row] = field(default_factory=list)
     assumed: tuple[str, ...] = ()  # see `Conversion`
@@ -64,10 +63,6 @@ class Inspection:
             "refused": self.refused,
         }
 
-    def add(self, name: str, text: str) -> None:
-        """Adds a fact."""
-        self.facts.append((name, text))
-
 
 def inspect(source: str, revision: str | None = None, *, verify: bool = False) -> Inspection:
     """Looks at a checkpoint of another program or at a model folder of ours.
@@ -85,6 +80,7 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
         )
     opened = open_source(source, revision, weights=False)
     inspection = Inspection(source)
+    facts = inspection.facts
     try:
         reading = read_checkpoint(opened)
         _describe_reading(inspection, reading)
@@ -92,79 +88,95 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
             inspection.assumed = opened.check_tokenizer(reading.llama.vocab_size)
     except UserError as error:
         inspection.refused = str(error)
-        _list_unknown(inspection, opened)
-    _count_weights(inspection)
+        _describe_unknown(inspection, opened)
+    facts |= _count_weights(inspection)
     if isinstance(opened, GgufSource):
-        inspection.add(
-            "stored as", _count_types(tensor.dtype for tensor in opened.gguf.tensors.values())
-        )
-    inspection.add(
-        "tokenizer files", ", ".join(_list_tokenizer_files(inspection, opened)) or "none"
-    )
+        facts["stored as"] = _count_types(tensor.dtype for tensor in opened.gguf.tensors.values())
+    try:
+        folder = opened.tokenizer_folder
+        names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    except UserError as error:  # a GGUF file's tokenizer that cannot be converted
+        names, inspection.refused = [], inspection.refused or str(error)
+    facts["tokenizer files"] = ", ".join(names) or "none"
     if opened.revision is not None:
-        inspection.add("commit", opened.revision)
+        facts["commit"] = opened.revision
     if inspection.refused is None:
-        inspection.add("convert with", _command(inspection, revision))
+        command = f"poss convert {inspection.family} --source {source}"
+        command += f" --revision {revision}" if revision else ""
+        command += " --target MODEL_FOLDER" if inspection.family == "draft" else ""
+        command += " --positions-per-specialist N,N,..." if inspection.needs else ""
+        facts["convert with"] = f"{command} --output DIR"
     return inspection
 
 
-def _list_tokenizer_files(inspection: Inspection, source: Source) -> list[str]:
-    """Lists the tokenizer's files; a GGUF file may hold a tokenizer that they cannot be made of."""
-    try:
-        folder = source.tokenizer_folder
-    except UserError as error:
-        inspection.refused = inspection.refused or str(error)
-        return []
-    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-
-
-def _command(inspection: Inspection, revision: str | None) -> str:
-    command = f"poss convert {inspection.family} --source {inspection.source}"
-    command += f" --revision {revision}" if revision else ""
-    command += " --target MODEL_FOLDER" if inspection.family == "draft" else ""
-    command += " --positions-per-specialist N,N,..." if inspection.needs else ""
-    return f"{command} --output DIR"
-
-
-# --------------------------------------------------------------------------------------------------
-# PyTorch checkpoints
-
-
 def _describe_reading(inspection: Inspection, reading: Reading) -> None:
+    """Describes a PyTorch checkpoint or GGUF file."""
     config = reading.config
+    inspection.rows = reading.rows()
     if isinstance(config, LlamaConfig):
         inspection.family = "target"
-        _describe_model(inspection, config)
-    else:
-        inspection.family, inspection.assumed = "draft", reading.assumed
-        try:
-            reading = place_specialists(reading)
-            inspection.method, inspection.assumed = method_of(reading.draft), reading.assumed
-            _describe_model(inspection, reading.draft)
-        except UserError as error:
-            inspection.needs = str(error)
-            inspection.add("holds", f"a PosS draft of {config.num_specialists} specialists")
-            _describe_layers(inspection, config.layer)
-        if published := find_published(reading.source):
-            inspection.add("for the target", PUBLISHED[published[0]].target)
-    inspection.rows = reading.rows()
+        inspection.facts |= _describe_model(config)
+        return
+    inspection.family, inspection.assumed = "draft", reading.assumed
+    try:
+        reading = place_specialists(reading)
+        inspection.method, inspection.assumed = method_of(reading.draft), reading.assumed
+        inspection.facts |= _describe_model(reading.draft)
+    except UserError as error:
+        inspection.needs = str(error)
+        holds = f"a PosS draft of {config.num_specialists} specialists"
+        inspection.facts |= {"holds": holds, **_describe_layers(config.layer)}
+    if published := find_published(reading.source):
+        inspection.facts["for the target"] = PUBLISHED[published[0]].target
 
 
-def _list_unknown(inspection: Inspection, source: Source) -> None:
-    """Shows what can be read of a model that cannot be converted: format, name and weights."""
+def _describe_unknown(inspection: Inspection, source: Source) -> None:
+    """Describes what can be read of a model that cannot be converted: format, name and weights."""
     with suppress(UserError):
         form, _ = find_format(source)
         if form is not None and form.read is None:
-            inspection.add("holds", str(form))
+            inspection.facts["holds"] = str(form)
     with suppress(UserError):
-        inspection.add("config.json says", ", ".join(model_names(source.values)) or "no name")
+        names = model_names(source.values)
+        inspection.facts["config.json says"] = ", ".join(names) or "no name"
     with suppress(UserError):
         inspection.rows = [Row(key, "", t.shape, t.dtype) for key, t in source.tensors.items()]
 
 
-def _count_weights(inspection: Inspection) -> None:
-    inspection.add("parameters", f"{inspection.num_parameters:,}")
-    inspection.add("types", _count_types(row.dtype for row in inspection.rows))
+def _inspect_model(folder: AnyPath, *, verify: bool) -> Inspection:
+    """Describes a model folder of ours."""
+    record = verify_model(folder) if verify else read_record(folder)
+    rows = [
+        Row("/".join((item, *path)), "", array.shape, array.dtype.name)
+        for item in record.items
+        for path, array in flatten_item(describe_item(folder, record, item)).items()
+    ]
+    inspection = Inspection(str(folder), record.family, record.method, rows=rows)
+    facts, target, made = inspection.facts, record.target, record.provenance
+    facts |= _describe_model(record.config, "a model folder: ")
+    if record.quantised is not None:
+        facts["quantised"] = f"{record.quantised}, with a scale per output, except the embedding"
+    facts |= _count_weights(inspection)
+    owner = "target" if record.family == "target" else "for the target"
+    facts[owner] = f"{target.name}, revision {target.revision or 'unknown'}"
+    facts["its embedding and head"] = f"{target.embedding_sha256[:12]}, {target.head_sha256[:12]}"
+    facts["tokenizer"] = (record.tokenizer_sha256 or "none")[:12]
+    if record.draft_vocabulary is not None:
+        facts["draft vocabulary"] = f"{len(record.draft_vocabulary)} tokens"
+    facts["made by"] = " ".join(made.get("command", []))
+    facts["with"] = ", ".join(f"{name} {v}" for name, v in made.get("versions", {}).items())
+    if verify:
+        facts["checksums"] = "all agree"
+    return inspection
+
+
+# --------------------------------------------------------------------------------------------------
+# Words
+
+
+def _count_weights(inspection: Inspection) -> dict[str, str]:
+    types = _count_types(row.dtype for row in inspection.rows)
+    return {"parameters": f"{inspection.num_parameters:,}", "types": types}
 
 
 def _count_types(types: Iterable[str]) -> str:
@@ -172,58 +184,17 @@ def _count_types(types: Iterable[str]) -> str:
     return ", ".join(f"{name} ({count} tensors)" for name, count in counts)
 
 
-# --------------------------------------------------------------------------------------------------
-# Our own folders
-
-
-def _inspect_model(folder: AnyPath, *, verify: bool) -> Inspection:
-    record = verify_model(folder) if verify else read_record(folder)
-    inspection = Inspection(str(folder), record.family, record.method)
-    _describe_model(inspection, record.config, "a model folder: ")
-    inspection.rows = [
-        Row("/".join((item, *path)), "", array.shape, array.dtype.name)
-        for item in record.items
-        for path, array in flatten_item(describe_item(folder, record, item)).items()
-    ]
-    if record.quantised is not None:
-        inspection.add(
-            "quantised", f"{record.quantised}, with a scale per output, except the embedding"
-        )
-    _count_weights(inspection)
-    _describe_record(inspection, record)
-    if verify:
-        inspection.add("checksums", "all agree")
-    return inspection
-
-
-def _describe_record(inspection: Inspection, record: ModelRecord) -> None:
-    target = record.target
-    owner = "target" if record.family == "target" else "for the target"
-    inspection.add(owner, f"{target.name}, revision {target.revision or 'unknown'}")
-    inspection.add(
-        "its embedding and head", f"{target.embedding_sha256[:12]}, {target.head_sha256[:12]}"
-    )
-    inspection.add("tokenizer", (record.tokenizer_sha256 or "none")[:12])
-    if record.draft_vocabulary is not None:
-        inspection.add("draft vocabulary", f"{len(record.draft_vocabulary)} tokens")
-    made = record.provenance
-    inspection.add("made by", " ".join(made.get("command", [])))
-    versions = made.get("versions", {}).items()
-    inspection.add("with", ", ".join(f"{name} {version}" for name, version in versions))
-
-
-# --------------------------------------------------------------------------------------------------
-# Words
-
-
-def _show_draft(config: DraftConfig) -> str:
+def _describe_model(config: LlamaConfig | DraftConfig, kind: str = "") -> dict[str, str]:
+    if isinstance(config, LlamaConfig):
+        holds = f"{kind}a target of {config.num_layers} layers"
+        return {"holds": holds, **_describe_layers(config)}
     number = config.num_specialists
     what = "1 specialist" if number == 1 else f"{number} specialists"
     what += f", the first of {config.num_further + 1} layers" if config.num_further else ""
     method = method_of(config)
     article = "an" if method[0] in "aeiou" else "a"
-    return (
-        f"{article} {method} draft of {what}, positions per specialist "
+    holds = (
+        f"{kind}{article} {method} draft of {what}, positions per specialist "
         f"{list_counts(config.positions_per_specialist)}, trained depth {config.trained_depth}, "
         f"fc {'with' if config.fc_bias else 'without'} bias"
         + (f", mask token {config.mask_token}" if config.mask_token is not None else "")
@@ -232,33 +203,18 @@ def _show_draft(config: DraftConfig) -> str:
         + (f", for a target of width {config.target_size}" if config.target_size else "")
         + "".join(f", {field} {value}" for field, value in config.other_norms.items())
     )
+    return {"holds": holds, **_describe_layers(config.layer)}
 
 
-def _describe_model(
-    inspection: Inspection, config: LlamaConfig | DraftConfig, kind: str = ""
-) -> None:
-    if isinstance(config, DraftConfig):
-        inspection.add("holds", f"{kind}{_show_draft(config)}")
-        _describe_layers(inspection, config.layer)
-    else:
-        inspection.add("holds", f"{kind}a target of {config.num_layers} layers")
-        _describe_layers(inspection, config)
-
-
-def _describe_layers(inspection: Inspection, config: LlamaConfig) -> None:
-    inspection.add(
-        "layers",
-        f"width {config.hidden_size}, mlp {config.intermediate_size}, {config.num_heads} heads of "
-        f"{config.head_dim}, {config.num_kv_heads} for keys and values"
-        + "".join(f", {name}" for name in config.extras),
-    )
-    rope = config.rope
+def _describe_layers(config: LlamaConfig) -> dict[str, str]:
+    rope, longest = config.rope, config.max_position_embeddings
     scaled = f", factor {rope.factor:g}" if rope.type != "default" else ""
-    inspection.add(
-        "rope",
-        f"{rope.type}, theta {rope.theta:g}{scaled}; "
-        f"up to {config.max_position_embeddings} positions",
-    )
     stops = ", ".join(map(str, config.eos_token_ids)) or "none"
     tied = ", head tied to the embedding" if config.tie_embeddings else ""
-    inspection.add("vocabulary", f"{config.vocab_size} tokens, stop tokens {stops}{tied}")
+    return {
+        "layers": f"width {config.hidden_size}, mlp {config.intermediate_size}, "
+        f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} for keys and values"
+        + "".join(f", {name}" for name in config.extras),
+        "rope": f"{rope.type}, theta {rope.theta:g}{scaled}; up to {longest} positions",
+        "vocabulary": f"{config.vocab_size} tokens, stop tokens {stops}{tied}",
+    }

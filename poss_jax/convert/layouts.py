@@ -19,9 +19,6 @@ from poss_jax.model.families.eagle3 import default_aux_layers
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 
-# Number of tokens to draft that a speculators file suggests if the trained depth is unknown.
-_USUAL_TOKENS = 3
-
 
 @dataclass(frozen=True)
 class Outgoing:
@@ -237,7 +234,7 @@ def _describe_speculators(draft: Outgoing) -> dict[str, Any]:
         "speculators_config": _propose(draft, kind.lower()),
         **({"mask_token_id": config.mask_token} if is_parallel else {}),
         "transformer_layer_config": inner | draft.metadata(),
-        "draft_vocab_size": _head_size(config),
+        "draft_vocab_size": config.head_size or config.layer.vocab_size,
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.fc_norm == "whole",
         "fc_norm": config.fc_norm == "each",
@@ -253,13 +250,21 @@ def _describe_speculators(draft: Outgoing) -> dict[str, Any]:
 def _propose(draft: Outgoing, algorithm: str) -> dict[str, Any]:
     """Describes to speculators and vLLM which target a draft is for and how far it drafts."""
     depth, target = draft.config.trained_depth, draft.target
-    verifier = {
-        "name_or_path": _find_verifier(draft),
-        "architectures": target_config_json(target.llama, draft.dtype)["architectures"],
-    }
+    # Other programs find the target's checkpoint by a Hub id or a whole path.
+    name = draft.verifier or target.target.name
+    folder = Path(name).expanduser()
+    if draft.verifier is not None and (folder / "config.json").is_file():
+        name = str(folder.resolve())
+    elif not HUB_ID.fullmatch(name):
+        raise UserError(
+            f"{draft.origin} says where the target's PyTorch checkpoint is, and {name} is no Hub "
+            "id or folder with config.json; give --verifier DIR_OR_HUB_ID, such as an exported "
+            "target"
+        )
+    architectures = target_config_json(target.llama, draft.dtype)["architectures"]
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": depth if depth > 1 else _USUAL_TOKENS,
+        "speculative_tokens": depth if depth > 1 else 3,  # 1: the trained depth is unknown
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
@@ -267,22 +272,8 @@ def _propose(draft: Outgoing, algorithm: str) -> dict[str, Any]:
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [proposal],
-        "verifier": verifier,
+        "verifier": {"name_or_path": name, "architectures": architectures},
     }
-
-
-def _find_verifier(draft: Outgoing) -> str:
-    """Names the target's checkpoint so that other programs find it: a Hub id or a whole path."""
-    asked = draft.verifier
-    if asked is not None and (folder := Path(asked).expanduser() / "config.json").is_file():
-        return str(folder.parent.resolve())
-    name = asked or draft.target.target.name
-    if HUB_ID.fullmatch(name):
-        return name
-    raise UserError(
-        f"{draft.origin} says where the target's PyTorch checkpoint is, and {name} is no Hub id or "
-        "folder with config.json; give --verifier DIR_OR_HUB_ID, such as an exported target"
-    )
 
 
 def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
@@ -299,14 +290,10 @@ def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
         "pad_token_id": 0,
-        "draft_vocab_size": _head_size(draft.config),
+        "draft_vocab_size": draft.config.head_size or draft.config.layer.vocab_size,
         **(fields if draft.config.has_embedding else {}),
         **draft.metadata(),
     }
-
-
-def _head_size(config: DraftConfig) -> int:
-    return config.head_size or config.layer.vocab_size
 
 
 def _other_norms(draft: Outgoing, *expected: tuple[str, Any]) -> list[str]:

@@ -31,7 +31,6 @@ from poss_jax.model.quantise import is_quantisable, quantise_items
 from poss_jax.shapes import Params
 
 _EMBED = source_key("embed", ("weight",))
-_WORDS = {"embed": "embedding", "head": "head"}
 
 
 @dataclass(frozen=True)
@@ -124,14 +123,12 @@ def plan_draft(
     if draft_vocabulary is not None:
         tokens = read_draft_vocabulary(draft_vocabulary, target_record.llama.vocab_size)
         record = with_vocabulary(record, tokens.tolist(), origin=source)
-    conversion = _convert(reading, record, dtype, target)
-    rope, target_rope = config.layer.rope, target_record.llama.rope
-    if rope == target_rope:
-        return conversion
-    # A draft keeps the rope it was trained with.
-    ours, theirs = (f"rope {r.type} with theta {r.theta:g}" for r in (rope, target_rope))
-    line = f"{ours}, because the draft's config.json says so, although the target has {theirs}"
-    return replace(conversion, assumed=(*conversion.assumed, line))
+    ropes = config.layer.rope, target_record.llama.rope
+    if ropes[0] != ropes[1]:  # a draft keeps the rope it was trained with
+        ours, theirs = (f"rope {rope.type} with theta {rope.theta:g}" for rope in ropes)
+        line = f"{ours}, because the draft's config.json says so, although the target has {theirs}"
+        reading = replace(reading, assumed=(*reading.assumed, line))
+    return _convert(reading, record, dtype, target)
 
 
 def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
@@ -167,8 +164,9 @@ def _compare_copies(reading: Reading, target: AnyPath, record: ModelRecord) -> N
             advice = "give the target it was trained for"
             if "embed/weight" in table_of(reading.draft):
                 advice += f", or keep {key} by embed_requires_grad true in config.json if trained"
+            word = "embedding" if item == "embed" else item
             raise UserError(
-                f"{reading.source.folder}: {key} differs from the {_WORDS[item]} of the target "
+                f"{reading.source.folder}: {key} differs from the {word} of the target "
                 f"{record.target.name}; {advice}"
             )
 

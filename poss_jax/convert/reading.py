@@ -260,8 +260,15 @@ def place_specialists(
     """
     metadata, because = _known(reading)
     known_spans = metadata.positions_per_specialist if metadata else None
-    spans = _check_spans(reading, positions_per_specialist or known_spans)
-    assumed = list(reading.assumed)
+    number, assumed = reading.draft.num_specialists, list(reading.assumed)
+    spans = positions_per_specialist or known_spans or ((1,) if number == 1 else ())
+    if len(spans) != number:
+        got = f", got {len(spans)} positions per specialist"
+        got = got if spans else " and does not say which positions each drafts"
+        raise UserError(
+            f"{reading.source.folder} has {number} specialists{got}; give {number} counts, such as "
+            f"--positions-per-specialist {list_counts((3,) * number)}"
+        )
     if metadata and spans != known_spans:
         assumed.append(
             f"{list_counts(spans)} positions per specialist as asked, although {because}"
@@ -297,19 +304,3 @@ def _known(reading: Reading) -> tuple[DraftMetadata | Published | None, str]:
         return None, ""
     spans = list_counts(metadata.positions_per_specialist)
     return metadata, f"{says} {spans}, trained depth {metadata.trained_depth}"
-
-
-def _check_spans(reading: Reading, spans: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Refuses spans of another number of specialists; None is enough for a single one."""
-    number = reading.draft.num_specialists
-    if spans is None and number == 1:
-        return (1,)
-    if spans is None or len(spans) != number:
-        got = " and does not say which positions each drafts"
-        if spans is not None:
-            got = f", got {len(spans)} positions per specialist"
-        raise UserError(
-            f"{reading.source.folder} has {number} specialists{got}; give {number} counts, such as "
-            f"--positions-per-specialist {list_counts((3,) * number)}"
-        )
-    return spans
