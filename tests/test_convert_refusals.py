@@ -29,7 +29,6 @@ from convert_sources import (
 from flax.traverse_util import flatten_dict
 from programs import refusal
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, models
 
 from poss_jax.checkpoint import sums, torch_io
 from poss_jax.checkpoint.record import read_record
@@ -443,17 +442,6 @@ def test_tokenizer_behind_a_link_is_neither_read_nor_copied(tmp_path):
     for read in (load_tokenizer, lambda source: copy_tokenizer(source, tmp_path)):
         with pytest.raises(UserError, match=rf"tokenizer_config\.json: {_OUT}"):
             read(folder)
-
-
-def test_tokenizer_with_more_tokens_than_the_embedding(tmp_path, capsys):
-    folder = write_source(tmp_path / "source", target_tensors())
-    for num_tokens in (16, 17):
-        vocabulary = {f"token{index}": index for index in range(num_tokens)}
-        Tokenizer(models.WordLevel(vocabulary, "token0")).save(str(folder / "tokenizer.json"))
-        run("target", source=folder, output=tmp_path / f"out{num_tokens}")
-        run("inspect", str(folder))
-        line = "assumed: texts hold no token above 15, the embedding's last, although the tokenizer"
-        assert capsys.readouterr().out.count(line) == 2 * (num_tokens == 17)
 
 
 def test_sums_of_files_that_are_not_used(tmp_path):

@@ -72,9 +72,9 @@ def test_the_smallest_size_of_a_coverage() -> None:
 @pytest.mark.parametrize(
     ("values", "error"),
     [
-        ({"tokens": [3, 1]}, "tokens: want ascending ids, got 1 after 3"),
-        ({"tokens": [3, 3]}, "tokens: want ascending ids, got 3 after 3"),
-        ({"tokens": [3, 9]}, "tokens: want ids below vocab_size 9, got 9"),
+        ({"tokens": [3, 1]}, "tokens: want ascending ids below vocab_size 9"),
+        ({"tokens": [3, 3]}, "tokens: want ascending ids below vocab_size 9"),
+        ({"tokens": [3, 9]}, "tokens: want ascending ids below vocab_size 9"),
         ({"tokens": [-1, 3]}, "tokens.0: Input should be greater than or equal to 0, got -1"),
         ({"tokens": [3]}, "tokens: "),
         ({"tokens": [True, 3]}, "tokens.0: want a number, got True"),

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -201,19 +201,16 @@ def convert_once(name: str, find_source: Callable[[], str | Path], *command: str
     folder.parent.mkdir(parents=True, exist_ok=True)
     wait = "waiting for %s, which converts the same model"
     with hold_lock(folder.with_name(f".{folder.name}.lock"), partial(_LOG.warning, wait)):
-        if not record.is_file():  # another process may have converted it
-            _convert(str(source), folder, command)
-    return folder
-
-
-def _convert(source: str, folder: Path, command: Sequence[str]) -> None:
-    _LOG.warning("converting %s into %s, once", source, folder)
-    # Another process gives its memory back, and leaves an accelerator to this one.
-    words, environment = child_python("-m", "poss_jax.convert", *command)
-    words += ["--source", source, "--output", str(folder)]
-    environment["JAX_PLATFORMS"] = "cpu"
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{source}: {done.stderr.strip().rpartition('error: ')[2]}")
+        if record.is_file():  # another process has converted it
+            return folder
+        _LOG.warning("converting %s into %s, once", source, folder)
+        # Another process gives its memory back, and leaves an accelerator to this one.
+        words, environment = child_python("-m", "poss_jax.convert", *command)
+        words += ["--source", str(source), "--output", str(folder)]
+        environment["JAX_PLATFORMS"] = "cpu"
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{source}: {done.stderr.strip().rpartition('error: ')[2]}")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     _LOG.warning("converted %s: %.0f MB", source, size / 1e6)
+    return folder

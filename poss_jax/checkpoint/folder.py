@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -50,11 +49,9 @@ def read_dense(folder: str | AnyPath) -> ModelRecord:
     record = read_target(folder)
     if record.quantised is None:
         return record
-    command: list[str] = record.provenance.get("command", [])
-    source = dict(pairwise(command)).get("--source", "SOURCE")
     raise UserError(
         f"target {folder} is quantised to {record.quantised}, which no model is trained with; give "
-        f"the target it was made from: poss convert target --source {source} --output DIR"
+        "the target it was made from, converted without --quantise"
     )
 
 
@@ -211,10 +208,18 @@ def load_item(
     """
     sharding = sharding or jnp.zeros(()).sharding
     arrays = flatten_item(_open_item(folder, record, name))
-    layouts = {
-        path: _layout("/".join((name, *path)), array, dtype, sharding)
-        for path, array in arrays.items()
-    }
+    layouts = {}
+    for path, array in arrays.items():
+        key = "/".join((name, *path))
+        devices = sharding(key, array.shape) if callable(sharding) else sharding
+        try:
+            devices.shard_shape(array.shape)
+        except ValueError as error:
+            reason = one_line(error)
+            raise UserError(f"{key} {list(array.shape)} cannot be sharded: {reason}") from error
+        is_quantised = weight_path(key) != key
+        kept = array.dtype.numpy_dtype if is_quantised or dtype is None else dtype
+        layouts[path] = jax.ShapeDtypeStruct(array.shape, kept, sharding=devices)
     with _explained(_item_path(folder, name)):
         finish = {path: _begin_read(array, layouts[path]) for path, array in arrays.items()}
         return unflatten_dict({path: done() for path, done in finish.items()})
@@ -232,22 +237,6 @@ def _begin_read(stored: ts.TensorStore, layout: jax.ShapeDtypeStruct) -> Callabl
         )
 
     return finish
-
-
-def _layout(
-    path: str, array: Any, dtype: Any, sharding: jax.sharding.Sharding | ShardingFor
-) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of an array in memory."""
-    if not isinstance(sharding, jax.sharding.Sharding):
-        sharding = sharding(path, array.shape)
-    try:
-        sharding.shard_shape(array.shape)
-    except ValueError as error:
-        reason = one_line(error)
-        raise UserError(f"{path} {list(array.shape)} cannot be sharded: {reason}") from error
-    is_quantised = weight_path(path) != path
-    kept = array.dtype.numpy_dtype if is_quantised or dtype is None else dtype
-    return jax.ShapeDtypeStruct(array.shape, kept, sharding=sharding)
 
 
 def describe_item(folder: str | AnyPath, record: ModelRecord, name: str) -> Params:

@@ -51,61 +51,43 @@ _STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TargetIdentity:
-    """Identity of the target that a model is, or was made for.
+    """Identity of the target that a model is, or was made for."""
 
-    Attributes:
-      name: Hub id, or the name of the folder it was read from.
-      revision: commit on the Hub.
-      embedding_sha256: checksum of the embedding's shape and values (see `hash_values`), the same
-        for every stored type.
-      head_sha256: checksum of the LM head, likewise.
-    """
-
-    name: str
-    revision: str | None = None
+    name: str  # Hub id, or the name of the folder it was read from
+    revision: str | None = None  # commit on the Hub
+    # Checksum of the embedding's shape and values (see `hash_values`), the same for every stored
+    # type.
     embedding_sha256: str
-    head_sha256: str
+    head_sha256: str  # checksum of the LM head, likewise
 
     def same_weights(self, identity: "TargetIdentity") -> bool:
         """True if both have the same embedding and head; names may differ."""
-        return (self.embedding_sha256, self.head_sha256) == (
-            identity.embedding_sha256,
-            identity.head_sha256,
-        )
+        return replace(self, name=identity.name, revision=identity.revision) == identity
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ModelRecord:
-    """Contents of `model.json`.
+    """Contents of `model.json`."""
 
-    Attributes:
-      format_version: version of the folder's layout.
-      family: `target` or `draft`.
-      method: a draft's method (`method_of`).
-      kv: `shared` if all specialists of a draft share the key and value projections.
-      config: the model's shape; rope, spans and trained depth are in it.
-      draft_vocabulary: target id of every token a draft can propose; None means all of them.
-      quantised: type of a target's stored matrices (`model/quantise.py`); None: not quantised.
-      target: identity of the target itself, or of a draft's target. A quantised target has the
-        identity of the weights it was made from.
-      tokenizer_sha256: checksum of the tokenizer's vocabulary files; None without a tokenizer.
-      chat_template_sha256: checksum of the chat template; None without one.
-      weights_sha256: checksum of every item, see `hash_item`; None in older folders.
-      provenance: how the folder was made, see `provenance`.
-    """
-
-    format_version: int = FORMAT_VERSION
+    format_version: int = FORMAT_VERSION  # version of the folder's layout
     family: Literal["target", "draft"]
-    method: str | None = None
+    method: str | None = None  # a draft's method (`method_of`)
+    # `shared` if all specialists of a draft share the key and value projections.
     kv: Literal["per_specialist", "shared"] | None = None
-    config: LlamaConfig | DraftConfig
+    config: LlamaConfig | DraftConfig  # the model's shape; rope, spans and trained depth are in it
+    # Target id of every token a draft can propose; None means all of them.
     draft_vocabulary: tuple[CountOrZero, ...] | None = None
+    # Type of a target's stored matrices (`model/quantise.py`); None: not quantised.
     quantised: Quantisation | None = Field(default=None, exclude_if=lambda kind: kind is None)
+    # Identity of the target itself, or of a draft's target. A quantised target has the identity of
+    # the weights it was made from.
     target: TargetIdentity
+    # Checksum of the tokenizer's vocabulary files; None without a tokenizer.
     tokenizer_sha256: str | None = None
-    chat_template_sha256: str | None = None
+    chat_template_sha256: str | None = None  # checksum of the chat template; None without one
+    # Checksum of every item, see `hash_item`; None in older folders.
     weights_sha256: dict[str, str] | None = None
-    provenance: dict[str, Any]
+    provenance: dict[str, Any]  # how the folder was made, see `provenance`
 
     def __post_init__(self) -> None:
         if isinstance(self.config, DraftConfig) != (self.family == "draft"):
@@ -287,27 +269,18 @@ SMALLEST = 2
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class DraftVocabulary:
-    """Contents of a draft vocabulary's file.
+    """Contents of a draft vocabulary's file."""
 
-    Attributes:
-      vocab_size: number of tokens of the target.
-      tokens: ids of the tokens that a draft may propose, ascending.
-      coverage: share of the counted tokens in the vocabulary; None if nothing was counted.
-      source: description of the counted data; informative only.
-    """
-
-    vocab_size: AtLeastTwo
+    vocab_size: AtLeastTwo  # number of tokens of the target
+    # Ids of the tokens that a draft may propose, ascending.
     tokens: tuple[CountOrZero, ...] = Field(min_length=SMALLEST)
+    # Share of the counted tokens in the vocabulary; None if nothing was counted.
     coverage: Probability | None = None
-    source: Any = None
+    source: Any = None  # description of the counted data; informative only
 
     def __post_init__(self) -> None:
-        ids = np.asarray(self.tokens)
-        if (np.diff(ids) <= 0).any():
-            at = int(np.argmax(np.diff(ids) <= 0))
-            raise ValueError(f"tokens: want ascending ids, got {ids[at + 1]} after {ids[at]}")
-        if ids[-1] >= self.vocab_size:
-            raise ValueError(f"tokens: want ids below vocab_size {self.vocab_size}, got {ids[-1]}")
+        if list(self.tokens) != sorted({*self.tokens}) or self.tokens[-1] >= self.vocab_size:
+            raise ValueError(f"tokens: want ascending ids below vocab_size {self.vocab_size}")
 
 
 def write_draft_vocabulary(path: Path, vocabulary: DraftVocabulary) -> None:

@@ -81,7 +81,7 @@ def read_sums(folder: AnyPath) -> dict[str, str]:
     if not path.is_file():
         return {}
     sums: dict[str, str] = {}
-    lines = path.read_text("utf-8", errors="replace").splitlines()
+    lines = path.read_bytes().decode(errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         match = _SUMS_LINE.fullmatch(line)
         if match is None:

@@ -75,7 +75,13 @@ def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
       UserError: torch is not installed, or the file cannot be written.
     """
     torch = _import_torch(Path(path).name)
-    state = {name: _to_torch(torch, array) for name, array in arrays.items()}
+    state = {}
+    for name, array in arrays.items():
+        array = array if array.flags.writeable else array.copy()  # or torch warns
+        if array.dtype == ml_dtypes.bfloat16:  # as in _to_numpy
+            state[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        else:
+            state[name] = torch.from_numpy(array)
     try:
         torch.save(state, path)
     except (OSError, RuntimeError) as error:
@@ -83,13 +89,6 @@ def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
         raise UserError(
             f"{Path(path).name} cannot be written: {reason}; nothing is kept"
         ) from error
-
-
-def _to_torch(torch: Any, array: np.ndarray) -> Any:
-    array = array if array.flags.writeable else array.copy()  # torch warns about read-only arrays
-    if array.dtype == ml_dtypes.bfloat16:  # as in _to_numpy
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def _damaged(path: Path, reason: str) -> str:

@@ -45,12 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options |= {name: find_bundled(options[name]) for name in names}
     if "output" in options:  # before anything large is read
         refuse_irreplaceable(options["output"])
-    if command == "inspect":
-        _inspect(**options)
-    elif command == "export":
-        _export(**options)
-    else:
-        _convert(command, **options)
+    run = {"inspect": _inspect, "export": _export}.get(command, partial(_convert, command))
+    run(**options)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -30,8 +30,7 @@ _UNPLACED = (0, 0, 0)
 # Keys that are read by themselves -> the reason why they are not stored.
 _MAPS = {"d2t": "becomes the draft vocabulary", "t2d": "follows from d2t"}
 
-# The feature of positions that P-EAGLE does not know yet, and keys of the token.
-_MASK = "mask_hidden"
+# Keys of the token at positions that P-EAGLE does not know yet.
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 # Norms before fc: `DraftConfig.fc_norm` -> the key of config.json and the weight that show it.
@@ -61,11 +60,6 @@ def has_eagle3_config(source: Source) -> str | None:
     """Tells EAGLE-3 by its config.json, unless the weights have EAGLE-2's layout."""
     is_eagle2 = {FC, QUERY} <= source.names.keys()
     return None if is_eagle2 else NAMED_EAGLE3(source)
-
-
-def _is_parallel(source: Source) -> bool:
-    """Tells P-EAGLE, which drafts all positions in one pass, from EAGLE-3."""
-    return _MASK in source.names or source.values.get("speculators_model_type") == "peagle"
 
 
 def _is_of_speculators(source: Source) -> bool:
@@ -123,7 +117,7 @@ def _read_settings(source: Source, hidden_size: int) -> tuple[dict[str, Any], li
         "aux_layers": _read_aux_layers(source),
     }
     # `norm_output`, which parts use normed features, means different things to two producers.
-    norm_output, is_parallel = _read_flag(source, "norm_output"), _is_parallel(source)
+    norm_output = _read_flag(source, "norm_output")
     if _is_of_speculators(source):
         settings["output_norm"] = "fed_back" if norm_output else "head"
         if _find(source, "norm_before_residual") is None:
@@ -134,6 +128,9 @@ def _read_settings(source: Source, hidden_size: int) -> tuple[dict[str, Any], li
         meaning = meaning if norm_output else "no norm at all"
         why = "SpecForge means that (speculators does not)"
         assumed.append(f"norm_output {norm_output}: {meaning}, because {why}")
+    # P-EAGLE drafts all positions in one pass.
+    kind = source.values.get("speculators_model_type")
+    is_parallel = kind == "peagle" or "mask_hidden" in source.names
     if target_size not in (None, hidden_size):
         settings |= {"target_size": target_size, "has_embedding": True}
     else:  # an embedding of its own only if it was trained: other files hold a copy

@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """An array of a model folder that is written: a tensor, or rows of a fused one."""
 
     folder: AnyPath  # the model folder
-    record: ModelRecord  # its record
+    record: ModelRecord
     slot: Slot  # place of the array in it
     key: str  # key to write, see `slots_by_key`
 
@@ -128,22 +128,22 @@ def _choose_layout(
     folder: AnyPath, config: DraftConfig, form: str | None, specialist: int | None
 ) -> Layout:
     """Finds the layout to write; by default the first one that holds what is to be written."""
-    deep = f" of {config.num_further + 1} layers" if config.num_further else ""
+    number, is_single = config.num_specialists, specialist is not None
     layouts = [layout for layout in LAYOUTS if layout.family == config.family]
-    if deep:
+    what = f"the family {config.family}"
+    if config.num_further:
         layouts = [layout for layout in layouts if layout.is_stack and config.is_looped]
+        what = f"a specialist of {config.num_further + 1} layers"
     if not layouts:
-        what = f"a specialist{deep}" if deep else f"the family {config.family}"
         raise UserError(f"{folder}: no layout holds {what}; the draft stays with poss_jax")
-    number = config.num_specialists
-    if specialist is not None or number > 1:
-        is_single = specialist is not None
+    if is_single or number > 1:
         layouts = [layout for layout in layouts if layout.is_single == is_single]
     chosen = next((layout for layout in layouts if form in (None, layout.name)), None)
     if chosen is None:
-        is_whole = specialist is None and number > 1
-        what = f"all {number} specialists" if is_whole else f"one specialist{deep}"
-        advice = f"; --specialist 0 to {number - 1} writes one of them" if is_whole else ""
+        what, advice = "one specialist", ""
+        if number > 1 and not is_single:
+            what = f"all {number} specialists"
+            advice = f"; --specialist 0 to {number - 1} writes one of them"
         raise UserError(
             f"{folder}: want {_list_formats(layouts)} for {what}, got --format {form}{advice}"
         )

@@ -205,7 +205,17 @@ def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
     is_plain = kind == "none" or (kind == "linear" and factor in (0, 1))
     scaling = None if is_plain else {"rope_type": kind, "factor": factor}
     if _LONG in gguf.tensors or kind == "longrope":
-        scaling = _read_longrope(gguf, head_dim, longest)
+        trained = gguf.of_model("rope.scaling.original_context_length", Count, longest)
+        factor = gguf.of_model("rope.scaling.attn_factor", Positive, 1.0)
+        stretch = max(longest / trained, 1.0)
+        usual = math.sqrt(1 + math.log(stretch) / math.log(max(trained, 2)))  # `RopeConfig.scale`
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": _values_of(gguf, _SHORT, head_dim),
+            "long_factor": _values_of(gguf, _LONG, head_dim),
+            _TRAINED: trained,
+            "attention_factor": None if math.isclose(factor, usual, rel_tol=1e-6) else factor,
+        }
     elif _DIVISORS in gguf.tensors:
         if not is_plain:
             raise UserError(
@@ -215,20 +225,6 @@ def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
         scaling = _read_divisors(gguf, theta, head_dim, longest)
     trained = (scaling or {}).get(_TRAINED)
     return {"rope_theta": theta, "rope_scaling": scaling, _TRAINED: trained}  # Phi-3's place for it
-
-
-def _read_longrope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
-    trained = gguf.of_model("rope.scaling.original_context_length", Count, longest)
-    factor = gguf.of_model("rope.scaling.attn_factor", Positive, 1.0)
-    stretch = max(longest / trained, 1.0)
-    usual = math.sqrt(1 + math.log(stretch) / math.log(max(trained, 2)))  # as `RopeConfig.scale`
-    return {
-        "rope_type": "longrope",
-        "short_factor": _values_of(gguf, _SHORT, head_dim),
-        "long_factor": _values_of(gguf, _LONG, head_dim),
-        _TRAINED: trained,
-        "attention_factor": None if math.isclose(factor, usual, rel_tol=1e-6) else factor,
-    }
 
 
 def _read_divisors(gguf: GgufFile, theta: float, head_dim: int, longest: int) -> dict[str, Any]:

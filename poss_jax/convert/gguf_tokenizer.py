@@ -186,8 +186,8 @@ def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> Tokenizer:
         byte_fallback=True,
     )
     tokenizer = Tokenizer(model)
-    normal = [normalizers.Replace(" ", "▁")]
-    decoded = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    normal: list[Any] = [normalizers.Replace(" ", "▁")]
+    decoded: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if gguf.metadata.get("tokenizer.ggml.add_space_prefix", True):
         normal.insert(0, normalizers.Prepend("▁"))
         decoded.append(decoders.Strip(" ", 1, 0))

@@ -82,10 +82,9 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
     inspection = Inspection(source)
     facts = inspection.facts
     try:
-        reading = read_checkpoint(opened)
-        _describe_reading(inspection, reading)
+        _describe_reading(inspection, read_checkpoint(opened))
         if inspection.family == "target":
-            inspection.assumed = opened.check_tokenizer(reading.llama.vocab_size)
+            opened.check_tokenizer()
     except UserError as error:
         inspection.refused = str(error)
         _describe_unknown(inspection, opened)

@@ -28,7 +28,7 @@ class Outgoing:
     # Its shape; if one specialist was chosen, the shape of this specialist alone.
     config: DraftConfig
     vocabulary: tuple[int, ...] | None  # target id of every token it can propose; None: all of them
-    target: ModelRecord  # record of its target
+    target: ModelRecord
     dtype: str  # type that `fc` is written in
     # Folder or Hub id of the target's PyTorch checkpoint; None: the target's name, if that is a Hub
     # id.
@@ -147,18 +147,9 @@ def layer_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 
 
 def _describe_eagle(draft: Outgoing) -> dict[str, Any]:
-    """Describes a draft to the original code, and to our own converter.
-
-    Raises:
-      UserError: the original code has no such layers.
-    """
+    """Describes a draft to the original code, and to our own converter."""
     config, layer = draft.config, draft.config.layer
-    wrong = [field for field in layer.extras if field != "qkv_bias"] + other_widths(layer)
-    if wrong:
-        raise UserError(
-            f"{draft.origin}: the original code has no draft layers with {', '.join(wrong)}; such "
-            "a draft stays with poss_jax"
-        )
+    _refuse(draft, [field for field in layer.extras if field != "qkv_bias"] + other_widths(layer))
     # With several specialists vLLM runs it as EAGLE-3 (examples/vllm), on the last hidden state.
     features = {"eagle_config": {"use_aux_hidden_state": False}}
     return {
@@ -318,8 +309,8 @@ def _other_aux_layers(draft: Outgoing) -> list[str]:
 def _refuse(draft: Outgoing, wrong: list[str]) -> None:
     if wrong:
         raise UserError(
-            f"{draft.origin}: the layout has no place for {', '.join(wrong)}; give another one, "
-            "such as speculators, or keep the draft with poss_jax"
+            f"{draft.origin}: the layout has no place for {', '.join(wrong)}; give another one "
+            "(speculators for EAGLE-3), or keep the draft with poss_jax"
         )
 
 

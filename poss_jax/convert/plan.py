@@ -19,7 +19,7 @@ from poss_jax.checkpoint.record import (
 )
 from poss_jax.checkpoint.sums import cut_values, hash_values
 from poss_jax.checkpoint.writing import target_identity
-from poss_jax.config.models import Quantisation
+from poss_jax.config.models import LlamaConfig, Quantisation
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.convert.formats import read_checkpoint
@@ -69,8 +69,9 @@ def plan_target(
       UserError: anything in the source that is unknown or does not fit its config.
     """
     reading = read_checkpoint(open_source(source, revision), "target")
-    config, opened, tensors = reading.llama, reading.source, reading.source.tensors
-    assumed = opened.check_tokenizer(config.vocab_size)
+    config, opened, tensors = reading.config, reading.source, reading.source.tensors
+    assert isinstance(config, LlamaConfig)
+    opened.check_tokenizer()
     tokenizer = opened.tokenizer_folder
     embedding = tensors[_EMBED].read()
     head = embedding if config.tie_embeddings else tensors[HEAD].read()
@@ -82,7 +83,7 @@ def plan_target(
         )
     identity = target_identity(*opened.identity, embedding, head)
     record = new_record(config, identity, tokenizer_from=tokenizer, quantised=quantise)
-    return _convert(replace(reading, assumed=assumed), record, dtype, tokenizer)
+    return _convert(reading, record, dtype, tokenizer)
 
 
 def plan_draft(

@@ -78,12 +78,6 @@ class Reading:
     usual_aux_layers: Callable[[int], tuple[int, ...]] | None = None
 
     @property
-    def llama(self) -> LlamaConfig:
-        """The config of a target."""
-        assert isinstance(self.config, LlamaConfig)
-        return self.config
-
-    @property
     def draft(self) -> DraftConfig:
         """The config of a draft."""
         assert isinstance(self.config, DraftConfig)

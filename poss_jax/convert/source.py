@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
 
 from poss_jax.checkpoint import torch_io
 from poss_jax.checkpoint.record import TOKENIZER_FILES
@@ -40,7 +39,13 @@ _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 _SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
+_DTYPES: dict[str, str] = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "BOOL": "bool",
+}
 
 
 @dataclass(frozen=True)
@@ -111,18 +116,8 @@ class Source:
                 )
         return names
 
-    def check_tokenizer(self, vocab_size: int) -> tuple[str, ...]:
-        """Refuses a target whose tokenizer is a SentencePiece model alone.
-
-        Args:
-          vocab_size: number of tokens that the target embeds.
-
-        Returns:
-          What has to be assumed of a tokenizer that has more.
-
-        Raises:
-          UserError: a tokenizer.model without the tokenizer.json that is read here.
-        """
+    def check_tokenizer(self) -> None:
+        """Raises UserError for a tokenizer.model without the tokenizer.json that is read here."""
         json_file, model = (self.tokenizer_folder / f"tokenizer.{end}" for end in ("json", "model"))
         if model.is_file() and not json_file.is_file():
             raise UserError(
@@ -130,18 +125,6 @@ class Source:
                 "model this one was trained from, or write one with transformers: "
                 "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             )
-        try:
-            highest = max(Tokenizer.from_file(str(json_file)).get_vocab().values())
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # whatever the Rust side raises or panics with, loading reports it
-            return ()
-        if highest < vocab_size:
-            return ()
-        return (
-            f"texts hold no token above {vocab_size - 1}, the embedding's last, although the "
-            f"tokenizer goes up to {highest}; others are refused",
-        )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -285,7 +268,8 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
     header.pop("__metadata__", None)
     for key, stored in header.items():
-        shape, dtype = tuple(stored["shape"]), _DTYPES.get(stored["dtype"], stored["dtype"])
+        shape, kind = tuple(stored["shape"]), str(stored["dtype"])
+        dtype = _DTYPES.get(kind, kind)
         start = 8 + size + stored["data_offsets"][0]
         yield key, LazyTensor(path, shape, dtype, partial(map_array, path, start, shape, dtype))
 
