@@ -284,7 +284,7 @@ def metadata(method, *args):
         (metadata("add_float32", "llama.attention.scale", 0.5), "scale is 0.5, which is not known"),
         (metadata("add_uint32", "llama.expert_count", 8), "a mixture of experts (num_experts 8"),
         (metadata("add_sliding_window", 16), "a sliding window of 16 tokens is active"),
-        ({"more": add_yarn}, "rope type yarn is read from safetensors only"),
+        ({"more": add_yarn}, "rope type 'yarn' is read from safetensors only"),
         (
             {"name": "phi3", "without": ("rope.dimension_count",)}
             | metadata("add_rope_dimension_count", HEAD_DIM // 2),

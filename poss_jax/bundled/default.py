@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from poss_jax.checkpoint.record import FORMAT_VERSION
+from poss_jax.checkpoint.sums import hash_file
 from poss_jax.checkpoint.whole import hold_lock
 from poss_jax.config.decoding import SMOLLM2, SamplingConfig
 from poss_jax.config.json_reading import read_json
@@ -111,9 +112,7 @@ def default_target() -> Path:
       UserError: the weights were not fetched, differ from the published ones, or the cache
         folder cannot be written.
     """
-    return convert_once(
-        _NAME, _find_published, "target", "--dtype", "bfloat16", "--quantise", _KIND
-    )
+    return convert_once(_NAME, find_gguf, "target", "--dtype", "bfloat16", "--quantise", _KIND)
 
 
 def default_drafts() -> dict[str, Path]:
@@ -125,24 +124,17 @@ def find_gguf() -> Path:
     """Finds the default model's GGUF file in the environment, without importing its package.
 
     Raises:
-      UserError: it was not fetched.
+      UserError: it was not fetched, or is another file than was published.
     """
     spec = importlib.util.find_spec(_PACKAGE)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        if (Path(folder) / _FILE).is_file():
-            return Path(folder) / _FILE
-    raise UserError(
-        f"want --target DIR, or the default model, whose weights are not here; fetch them with "
-        f"`{FETCH}` (93 MB, once)"
-    )
-
-
-def _find_published() -> Path:
-    """Finds the file, and compares it with what was published."""
-    gguf = find_gguf()
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _SHA256:
+    folders = map(Path, (spec and spec.submodule_search_locations) or ())
+    gguf = next((folder / _FILE for folder in folders if (folder / _FILE).is_file()), None)
+    if gguf is None:
+        raise UserError(
+            "want --target DIR, or the default model, whose weights are not here; fetch them with "
+            f"`{FETCH}` (93 MB, once)"
+        )
+    if (digest := hash_file(gguf)) != _SHA256:
         raise UserError(
             f"{gguf}: want the file with SHA-256 {_SHA256[:8]}..., got {digest[:8]}...; fetch it "
             f"again with `{FETCH} --force-reinstall`"

@@ -1,8 +1,5 @@
 """Model folders: their records are read, and their weights loaded to the device item by item."""
 
-import errno
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,10 +17,6 @@ from poss_jax.config.reading import UserError, is_out_of_memory, one_line
 from poss_jax.model.parameters import flatten_item, join_items
 from poss_jax.model.quantise import KINDS, pack, quantise_items, weight_path
 from poss_jax.shapes import Params
-
-# Errors that say nothing about the data: no permission, or a failing disk or server.
-_NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 """(key path such as `layers/0/attention/q/weight`, shape) -> sharding of the array."""
@@ -167,14 +160,6 @@ def _load_params(
 # Items: a part of the weights, read on its own
 
 
-def system_code(error: Exception) -> int | None:
-    """Finds the system's error code; array I/O has it in the message only."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    code = _OS_ERROR.search(str(error))
-    return int(code[1]) if code else None
-
-
 def check_item(origin: str, arrays: Params, shapes: Params) -> None:
     """Compares arrays (or anything with a shape) with the table."""
     got = {"/".join(path): tuple(array.shape) for path, array in flatten_item(arrays).items()}
@@ -285,21 +270,12 @@ def _item_path(folder: str | AnyPath, name: str) -> AnyPath:
 
 @contextmanager
 def _explained(path: AnyPath) -> Iterator[None]:
-    """Turns errors about a damaged item into a UserError.
-
-    Errors not about the item are raised unchanged, or as the system's error.
-    """
+    """Turns errors about a damaged or unreadable item into a UserError."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        code = system_code(error)
-        if code in _NOT_DAMAGE:
-            raise OSError(code, os.strerror(code), str(path)) from error
         reason = one_line(str(error).partition(". See full")[0])
-        if is_uri(path):
-            raise UserError(
-                f"{path} cannot be read ({reason}); check network and credentials, or copy it again"
-            ) from error
-        raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
+        advice = "check network and credentials, or copy" if is_uri(path) else "convert"
+        raise UserError(f"{path} cannot be read ({reason}); {advice} the model again") from error

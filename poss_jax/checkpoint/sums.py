@@ -93,7 +93,7 @@ def read_sums(folder: AnyPath) -> dict[str, str]:
     return sums
 
 
-def check_file(path: AnyPath, want: str, said_by: str = SUMS_FILE) -> None:
+def check_file(path: AnyPath, want: str) -> None:
     """Compares a file with its SHA-256.
 
     Raises:
@@ -102,6 +102,6 @@ def check_file(path: AnyPath, want: str, said_by: str = SUMS_FILE) -> None:
     got = hash_file(path)
     if got != want:
         raise UserError(
-            f"{path}: {said_by} says SHA-256 {want}, got {got}; the file is damaged or was "
+            f"{path}: {SUMS_FILE} says SHA-256 {want}, got {got}; the file is damaged or was "
             "changed, fetch it again"
         )

@@ -42,12 +42,10 @@ def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
             if damaged is not None:
-                raise UserError(_damaged(path, f"the checksum of {damaged} does not match"))
+                raise ValueError(f"the checksum of {damaged} does not match")
         with warnings.catch_warnings():  # about old pickles, which are read or refused below
             warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except UserError:
-        raise
     except pickle.UnpicklingError as error:
         match = _GLOBAL.search(str(error))
         what = f"wants to use {match[1]}" if match else "holds or runs other things"
@@ -57,7 +55,8 @@ def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
             "safetensors file"
         ) from error
     except Exception as error:  # a damaged pickle can raise any kind
-        raise UserError(_damaged(path, str(error) or type(error).__name__)) from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{path}: cannot be read ({reason}); fetch the file again") from error
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
     ):
@@ -89,10 +88,6 @@ def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
         raise UserError(
             f"{Path(path).name} cannot be written: {reason}; nothing is kept"
         ) from error
-
-
-def _damaged(path: Path, reason: str) -> str:
-    return f"{path}: cannot be read ({reason.partition(chr(10))[0]}); fetch the file again"
 
 
 def _import_torch(path: str) -> Any:

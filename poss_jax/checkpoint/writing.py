@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from poss_jax.checkpoint.folder import check_item, load_item, system_code
+from poss_jax.checkpoint.folder import check_item, load_item
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, TargetIdentity, read_record
 from poss_jax.checkpoint.sums import (
     SUMS_FILE,
@@ -171,7 +172,8 @@ def write_item(folder: Path, name: str, item: Params, shapes: Params) -> str:
 
 def failed_write(error: Exception) -> OSError:
     """Finds the system error behind an Orbax error; a full disk gives a ValueError there."""
-    code = system_code(error)
+    match = re.search(r"os_error_code='(\d+)'", str(error))  # of array I/O
+    code = getattr(error, "errno", None) or (int(match[1]) if match else None)
     reason = one_line(error) if code is None else os.strerror(code)
     return OSError(code or errno.EIO, reason)
 

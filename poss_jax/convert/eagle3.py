@@ -87,7 +87,6 @@ def read_eagle3(source: Source) -> Reading:
     values |= {"layers_per_specialist": (num_layers,)} if is_stack else {}
     given_as = {"target_size": f"{origin}/config.json: target_hidden_size"}
     config = build_config(DraftConfig, values, origin=origin, given_as=given_as)
-    assert isinstance(config, DraftConfig)
     return read_weights(
         source,
         config,

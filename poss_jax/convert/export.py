@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, islice, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +32,14 @@ from poss_jax.model.parameters import flatten_item
 MAX_SHARD_BYTES = 5_000_000_000
 
 
-class Part(NamedTuple):
-    """An array of a model folder that is written: a tensor, or rows of a fused one."""
+class Tensor(NamedTuple):
+    """A tensor to write, made of one array of a model folder or, if fused, of several."""
 
+    row: Row  # our paths -> key, with the shape and type that are written
     folder: AnyPath  # the model folder
     record: ModelRecord
-    slot: Slot  # place of the array in it
-    key: str  # key to write, see `slots_by_key`
+    item: str
+    paths: list[tuple[str, ...]]  # its arrays in the item
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,7 @@ class Export:
     """An export that is checked and ready."""
 
     config: dict[str, Any]  # contents of config.json
-    parts: list[Part]  # the arrays to write, item by item
-    rows: list[Row]  # the table: our path -> key, with the shape and type that are written
+    tensors: list[Tensor]  # item by item
     # Folder whose tokenizer files are copied; None copies none.
     tokenizer_from: AnyPath | None = None
     # Arrays that are not ours, by key; their rows are the last.
@@ -54,18 +55,25 @@ class Export:
     card: str | None = None  # contents of README.md; None writes none
 
     @property
+    def rows(self) -> list[Row]:
+        """The table of what is written."""
+        maps = self.maps.items()
+        return [tensor.row for tensor in self.tensors] + [
+            Row("(draft vocabulary)", key, array.shape, array.dtype.name) for key, array in maps
+        ]
+
+    @property
     def dtype(self) -> str:
         """Type of the written arrays; several are joined by a plus."""
-        return "+".join(sorted({row.dtype for row in self.rows if row.path not in self.maps}))
+        return "+".join(sorted({tensor.row.dtype for tensor in self.tensors}))
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """Streams (key, array) in the order of the rows, one item in memory at a time."""
-        rows = iter(self.rows)
-        for item, tensors in _by_item(self.parts):
-            arrays = flatten_item(load_item(item.folder, item.record, item.slot.item))
-            for _, slots in tensors:
-                row = next(rows)
-                cast = [_cast(row, np.asarray(arrays.pop(slot.path))) for slot in slots]
+        for (folder, item), group in groupby(self.tensors, attrgetter("folder", "item")):
+            first, *further = group
+            arrays = flatten_item(load_item(folder, first.record, item))
+            for row, *_, paths in (first, *further):
+                cast = [_cast(row, np.asarray(arrays.pop(path))) for path in paths]
                 # A copy, so that PyTorch takes it as it is, and so that the item can be freed.
                 yield row.path, np.concatenate(cast)
         yield from self.maps.items()
@@ -105,10 +113,8 @@ def plan_export(
                 f"{folder} is quantised to {record.quantised}, which no layout holds; export the "
                 "target it was made from"
             )
-        slots = slots_by_key(record.llama)
-        parts = [Part(folder, record, slot, key) for key, slot in slots.items()]
-        rows = _rows(parts, dtype)
-        return Export(target_config_json(record.llama, rows[0].dtype), parts, rows, folder)
+        tensors = _plan_tensors(folder, record, slots_by_key(record.llama), dtype)
+        return Export(target_config_json(record.llama, tensors[0].row.dtype), tensors, folder)
     layout = _choose_layout(folder, record.draft, form, specialist)
     if verifier is not None and not layout.names_verifier:
         named = _list_formats([layout for layout in LAYOUTS if layout.names_verifier])
@@ -178,25 +184,22 @@ def _plan_draft(
                 f"{number - 1}"
             )
         config = replace(config, positions_per_specialist=(1,))
-    parts = []
+    slots = {}
     for key, slot in slots_by_key(config).items():
         if specialist is not None and slot.item.startswith("specialists/"):
             slot = replace(slot, item=f"specialists/{specialist}")
-        parts.append(Part(folder, record, slot, layout.key(key)))
-    if has_copy := layout.has_embedding and not config.has_embedding:
+        slots[layout.key(key)] = slot
+    tensors = _plan_tensors(folder, record, slots, dtype)
+    fc_dtype = next(tensor.row.dtype for tensor in tensors if tensor.row.path == FC)
+    if layout.has_embedding and not config.has_embedding:
         shape = (config.layer.vocab_size, config.feature_size)
-        slot = Slot("embed", ("weight",), shape)
-        parts.insert(0, Part(target_folder, target, slot, DRAFT_EMBEDDING))
-    rows = _rows(parts, dtype)
-    fc_dtype = next(row.dtype for row in rows if row.path == FC)
-    if has_copy:
-        rows[0] = rows[0]._replace(dtype=fc_dtype)
+        copy = {DRAFT_EMBEDDING: Slot("embed", ("weight",), shape)}
+        tensors = _plan_tensors(target_folder, target, copy, fc_dtype) + tensors
     origin = f"{folder}, --format {layout.name}"
     outgoing = Outgoing(origin, config, record.draft_vocabulary, target, fc_dtype, verifier)
     maps = _vocabulary_maps(outgoing, layout)
-    rows += [Row("(draft vocabulary)", key, m.shape, m.dtype.name) for key, m in maps.items()]
     card = model_card(outgoing, layout, specialist)
-    return Export(layout.describe(outgoing), parts, rows, maps=maps, card=card)
+    return Export(layout.describe(outgoing), tensors, maps=maps, card=card)
 
 
 def _vocabulary_maps(draft: Outgoing, layout: Layout) -> dict[str, np.ndarray]:
@@ -212,27 +215,22 @@ def _vocabulary_maps(draft: Outgoing, layout: Layout) -> dict[str, np.ndarray]:
 # Tensors
 
 
-def _by_item(parts: Iterable[Part]) -> Iterator[tuple[Part, list[tuple[str, list[Slot]]]]]:
-    """Groups parts by item (yielding its first part), and there by the tensor to write."""
-    for _, group in groupby(parts, key=lambda piece: (piece.folder, piece.slot.item)):
-        first, *further = group
-        tensors = groupby((first, *further), key=lambda piece: split_rows(piece.key)[0])
-        yield first, [(key, [piece.slot for piece in tensor]) for key, tensor in tensors]
-
-
-def _rows(parts: Iterable[Part], dtype: DType) -> list[Row]:
-    """Lists the tensors to write; parts of several types are joined in float32."""
-    rows = []
-    for item, tensors in _by_item(parts):
-        stored = flatten_item(describe_item(item.folder, item.record, item.slot.item))
-        for key, slots in tensors:
-            first, *further = slots
-            types = {np.dtype(stored[slot.path].dtype).name for slot in slots}
-            kept = types.pop() if len(types) == 1 else "float32"
-            path = "+".join([str(first), *(slot.path[-2] for slot in further)])
-            shape = (sum(slot.shape[0] for slot in slots), *first.shape[1:])
-            rows.append(Row(path, key, shape, kept if dtype == "keep" else dtype))
-    return rows
+def _plan_tensors(
+    folder: AnyPath, record: ModelRecord, slots: Mapping[str, Slot], dtype: str
+) -> list[Tensor]:
+    """Plans the tensors of slots by their keys; parts of several types are joined in float32."""
+    items = dict.fromkeys(slot.item for slot in slots.values())
+    stored = {item: flatten_item(describe_item(folder, record, item)) for item in items}
+    tensors = []
+    for key, group in groupby(slots.items(), key=lambda pair: split_rows(pair[0])[0]):
+        first, *further = parts = [slot for _, slot in group]
+        types = {np.dtype(stored[slot.item][slot.path].dtype).name for slot in parts}
+        kept = types.pop() if len(types) == 1 else "float32"
+        path = "+".join([str(first), *(slot.path[-2] for slot in further)])
+        shape = (sum(slot.shape[0] for slot in parts), *first.shape[1:])
+        row = Row(path, key, shape, kept if dtype == "keep" else dtype)
+        tensors.append(Tensor(row, folder, record, first.item, [slot.path for slot in parts]))
+    return tensors
 
 
 def _cast(row: Row, array: np.ndarray) -> np.ndarray:

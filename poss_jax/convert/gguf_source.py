@@ -197,14 +197,15 @@ def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
     factor = gguf.of_model("rope.scale_linear", PositiveOrZero, 0)
     factor = gguf.of_model("rope.scaling.factor", PositiveOrZero, factor)
     kind = gguf.of_model("rope.scaling.type", default="linear")  # as llama.cpp
-    if kind == "yarn":
-        raise UserError(
-            f"{gguf.path}: rope type yarn is read from safetensors only; convert the model that "
-            "this file was made from"
-        )
     is_plain = kind == "none" or (kind == "linear" and factor in (0, 1))
+    is_long = _LONG in gguf.tensors or kind == "longrope"
+    if kind == "yarn" or (_DIVISORS in gguf.tensors and not is_plain and not is_long):
+        raise UserError(
+            f"{gguf.path}: rope type {shorten(kind)} is read from safetensors only; convert the "
+            "model that this file was made from"
+        )
     scaling = None if is_plain else {"rope_type": kind, "factor": factor}
-    if _LONG in gguf.tensors or kind == "longrope":
+    if is_long:
         trained = gguf.of_model("rope.scaling.original_context_length", Count, longest)
         factor = gguf.of_model("rope.scaling.attn_factor", Positive, 1.0)
         stretch = max(longest / trained, 1.0)
@@ -217,11 +218,6 @@ def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
             "attention_factor": None if math.isclose(factor, usual, rel_tol=1e-6) else factor,
         }
     elif _DIVISORS in gguf.tensors:
-        if not is_plain:
-            raise UserError(
-                f"{gguf.path}: holds both {_DIVISORS} and rope type {shorten(kind)}, which is not "
-                "supported; such a model cannot be converted"
-            )
         scaling = _read_divisors(gguf, theta, head_dim, longest)
     trained = (scaling or {}).get(_TRAINED)
     return {"rope_theta": theta, "rope_scaling": scaling, _TRAINED: trained}  # Phi-3's place for it

@@ -20,7 +20,6 @@ DType = Literal["keep", "float32", "bfloat16", "float16"]
 """Type to store the weights in."""
 
 _READABLE = ("float32", "bfloat16", "float16")
-_MAX_LISTED = 50
 
 METADATA = "poss_jax"
 """Where a config.json that we export holds what its layout has no key for."""
@@ -143,8 +142,8 @@ def check_keys(
         elif tensor.dtype not in _READABLE:
             problems.append(f"{key} want {' or '.join(_READABLE)} got {tensor.dtype} {where}")
     if problems:
-        listed = "; ".join(problems[:_MAX_LISTED])
-        more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        listed = "; ".join(problems[:50])
+        more = f"; and {len(problems) - 50} more" if len(problems) > 50 else ""
         raise UserError(
             f"{origin}: the weights do not fit what the config describes: {listed}{more}; "
             "give the model's own files"

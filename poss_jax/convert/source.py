@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from poss_jax.checkpoint import torch_io
 from poss_jax.checkpoint.record import TOKENIZER_FILES
-from poss_jax.checkpoint.sums import SUMS_FILE, check_file, read_sums
+from poss_jax.checkpoint.sums import SUMS_FILE, check_file, hash_file, read_sums
 from poss_jax.config.json_reading import check_own_file, parse_object, read_json
 from poss_jax.config.reading import UserError
 from poss_jax.convert.gguf_file import find_gguf, open_gguf
@@ -337,14 +337,14 @@ def check_blob(path: Path) -> bool:
     if blob.parent.name != "blobs" or len(blob.name) not in (40, 64):
         return False
     if len(blob.name) == 64:
-        check_file(path, blob.name, "the Hub")
-        return True
-    content = path.read_bytes()
-    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-    if git != blob.name:
+        got = hash_file(path)
+    else:
+        content = b"blob %d\0" % path.stat().st_size + path.read_bytes()
+        got = hashlib.sha1(content, usedforsecurity=False).hexdigest()
+    if got != blob.name:
         raise UserError(
-            f"{path}: the Hub says git SHA-1 {blob.name}, got {git}; the file is damaged, delete "
-            "it from the cache and fetch it again"
+            f"{path}: the Hub says SHA-256 or git SHA-1 {blob.name}, got {got}; the file is "
+            "damaged, delete it from the cache and fetch it again"
         )
     return True
 
