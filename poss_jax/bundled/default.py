@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -159,19 +159,17 @@ def find_model(source: str, *, target: str | Path | None = None) -> str | Path:
     is_local = path.exists()
     if (path / "model.json").is_file() or not (is_local or _HUB_ID.fullmatch(source)):
         return source  # a model folder, or nothing
-    facts = [*(_list_files(path.resolve()) if is_local else [source]), str(target)]
-    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    name = path.resolve().name.removesuffix(".gguf") if is_local else source.replace("/", "--")
+    facts, name = [source], source.replace("/", "--")
+    if is_local:  # another checkpoint has files of other names, sizes and times
+        real = path.resolve()
+        facts = [str(real)]
+        for file in sorted(real.iterdir()) if real.is_dir() else [real]:
+            status = file.stat()
+            facts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+        name = real.name.removesuffix(".gguf")
+    digest = hashlib.sha256("\n".join([*facts, str(target)]).encode()).hexdigest()
     kind = ["target"] if target is None else ["draft", "--target", str(target)]
     return convert_once(f"{name}-{digest[:8]}", lambda: path if is_local else source, *kind)
-
-
-def _list_files(path: Path) -> Iterator[str]:
-    """Names, sizes and times of a checkpoint's files: another checkpoint has others."""
-    yield str(path)
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        status = file.stat()
-        yield f"{file.name} {status.st_size} {status.st_mtime_ns}"
 
 
 def convert_once(name: str, find_source: Callable[[], str | Path], *command: str) -> Path:

@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.models import Quantisation
@@ -251,45 +251,37 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Command(NamedTuple):
-    """A command, and its options in `_OPTIONS`."""
-
-    help: str  # what it does
-    more: str  # what else its own help says
-    required: str  # options that must be given
-    optional: str  # the others
-
-
+# Command -> help, what else its own help says, options that must be given, other options.
 _COMMANDS = {
-    "inspect": Command(
+    "inspect": (
         "Say what a checkpoint or a model folder holds, without converting it.",
         "It shows the family, shapes, types, rope and vocabulary, what converting it would assume "
         "or need, and why it would be refused. Of safetensors on the Hub only the headers are "
         "fetched; .bin files have none and are downloaded.",
-        required="source",
-        optional="--revision --verify",
+        "source",
+        "--revision --verify",
     ),
-    "target": Command(
+    "target": (
         "Convert a Llama-family target in Hugging Face's layout.",
         "Its config.json, tokenizer files and weights are read (safetensors, or .bin with the "
         "`torch` extra; a single file or shards), or a GGUF file, whose weights are dequantised.",
-        required="--source --output",
-        optional="--revision --dtype --quantise",
+        "--source --output",
+        "--revision --dtype --quantise",
     ),
-    "draft": Command(
+    "draft": (
         "Convert an EAGLE, EAGLE-2, EAGLE-3, HASS or PosS draft.",
         "Such a draft has fc and one decoder layer per specialist. The embedding and the head are "
         "the target's and are not stored; only EAGLE-3 drafts have their own head.",
-        required="--source --target --output",
-        optional="--revision --dtype --positions-per-specialist --trained-depth --draft-vocabulary",
+        "--source --target --output",
+        "--revision --dtype --positions-per-specialist --trained-depth --draft-vocabulary",
     ),
-    "export": Command(
+    "export": (
         "Write a model folder as a PyTorch checkpoint.",
         "A target is written as `transformers` reads it, a draft in the layout of the original "
         "code or of another program. A draft gets a model card that describes its target, so it "
         "needs --target. Converting the files again checks them against SHA256SUMS.",
-        required="--model --output",
-        optional="--format --target --specialist --verifier --bin --dtype",
+        "--model --output",
+        "--format --target --specialist --verifier --bin --dtype",
     ),
 }
 
@@ -303,16 +295,16 @@ def _parser() -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(
         required=True, metavar="COMMAND", dest="command", prog=parser.prog
     )
-    for name, command in _COMMANDS.items():
-        required = {flag: _OPTIONS[flag] for flag in command.required.split()}
+    for name, (summary, more, required_flags, optional_flags) in _COMMANDS.items():
+        required = {flag: _OPTIONS[flag] for flag in required_flags.split()}
         usage = " ".join(f"{flag} {option['metavar']}" for flag, option in required.items())
         subparser = parsers.add_parser(
             name,
-            help=command.help,
-            description=textwrap.fill(f"{command.help} {command.more}", 79),
+            help=summary,
+            description=textwrap.fill(f"{summary} {more}", 79),
             usage=f"%(prog)s {usage.removeprefix('source ')} [options]",
         )
-        for flag in [*required, *command.optional.split()]:
+        for flag in [*required, *optional_flags.split()]:
             options = dict(_OPTIONS[flag])
             if flag.startswith("--"):
                 options["required"] = flag in required

@@ -101,11 +101,7 @@ def read_eagle3(source: Source) -> Reading:
 
 
 def _read_settings(source: Source, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
-    """Reads what config.json says beyond the layer, of this width, as `DraftConfig` does.
-
-    Returns:
-      Fields of the config, and one line for each thing that had to be assumed.
-    """
+    """Reads the fields of `DraftConfig` beyond the layer, and what had to be assumed."""
     fc_norm, assumed = _read_fc_norm(source)
     head_size, target_size = _find(source, "draft_vocab_size"), _find(source, "target_hidden_size")
     settings: dict[str, Any] = {

@@ -133,11 +133,7 @@ def plan_draft(
 
 
 def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
-    """Gives a draft the target layers that it reads, if its config does not name them.
-
-    Raises:
-      UserError: the target has no such layers.
-    """
+    """Gives a draft the target layers that it reads; refuses a target without them."""
     layers, assumed = reading.draft.aux_layers, reading.assumed
     if reading.usual_aux_layers is not None:
         layers = reading.usual_aux_layers(num_layers)

@@ -29,8 +29,6 @@ _OPTIONAL = {
     "yarn": {*_YARN, "mscale", "mscale_all_dim"},
 }
 
-_OLD_NAMES = {"su": "longrope"}  # of the first Phi-3 checkpoints
-
 
 def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str, Any]:
     """Reads the fields of `RopeConfig`.
@@ -92,8 +90,7 @@ def _read_stretch(settings: Mapping[str, Any], longest: int, origin: str) -> flo
     """Divides the longest context by the trained one, which a longrope's factor must equal."""
     trained = settings[_TRAINED]
     if type(trained) is not int or trained < 1:
-        got = shorten(trained)
-        raise UserError(f"{origin}: {_TRAINED}: want a count, got {got}")
+        raise UserError(f"{origin}: {_TRAINED}: want a count, got {shorten(trained)}")
     stretch = min(longest, 2**31) / trained  # so large a context is refused with the other numbers
     if (factor := settings.get("factor", stretch)) != stretch:
         raise UserError(
@@ -113,8 +110,8 @@ def _join_spellings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
             raise UserError(f"{origin}: rope settings: want an object, got {shorten(section)}")
         for key, value in section.items():
             name = "type" if key == "rope_type" else key
-            if name == "type" and isinstance(value, str):
-                value = _OLD_NAMES.get(value, value)
+            if (name, value) == ("type", "su"):  # of the first Phi-3 checkpoints
+                value = "longrope"
             if value is not None and joined.setdefault(name, value) != value:
                 raise UserError(
                     f"{origin}: rope setting {key[:100]} is given as {shorten(joined[name])} and "
