@@ -39,13 +39,7 @@ _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 _SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
-_DTYPES: dict[str, str] = {
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "BOOL": "bool",
-}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
 
 
 @dataclass(frozen=True)
