@@ -256,7 +256,7 @@ def test_layers_the_original_does_not_have(layer):
     config = DraftConfig(layer=replace(LLAMA, **layer))
     target = new_record(LLAMA, IDENTITY, tokenizer_from=None)
     draft = Outgoing("folder", config, None, target, "float32")
-    with pytest.raises(UserError, match="the original code has no draft layers with"):
+    with pytest.raises(UserError, match="the layout has no place for"):
         LAYOUTS[0].describe(draft)
 
 
