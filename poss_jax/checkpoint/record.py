@@ -172,8 +172,8 @@ def tokenizer_hashes(folder: AnyPath) -> tuple[str | None, str | None]:
             template = read_json(local / "tokenizer_config.json").get("chat_template") or ""
     if not isinstance(template, str):
         template = json.dumps(template, sort_keys=True)
-    parts = vocabulary, template.encode()
-    tokenizer, template = (hashlib.sha256(part).hexdigest() if part else None for part in parts)
+    texts = vocabulary, template.encode()
+    tokenizer, template = (hashlib.sha256(text).hexdigest() if text else None for text in texts)
     return tokenizer, template
 
 

@@ -242,9 +242,9 @@ def _add_ends(tokenizer: Tokenizer, gguf: GgufFile, ids: dict[str, int]) -> None
         for name in adds
         if adds[name] and name in ids
     ]
-    parts = {"$A", *(special["id"] for special in specials)}
+    used = {"$A", *(special["id"] for special in specials)}
     if specials:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[part for part in ("bos", "$A", "eos") if part in parts],
+            single=[piece for piece in ("bos", "$A", "eos") if piece in used],
             special_tokens=specials,
         )
