@@ -159,14 +159,17 @@ def write_item(folder: Path, name: str, item: Params, shapes: Params) -> str:
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
     args = ocp.args.PyTreeSave(arrays, save_args=save_args)
     path = folder / "weights" / name
-    logging.disable(logging.CRITICAL)  # Orbax also logs the error that it raises
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for logger in loggers:
+        logger.disabled = True  # Orbax also logs the error that it raises
     try:
         _writer().save(path, args=args)
         (path / "commit_success.txt").unlink(missing_ok=True)  # it names folders of this machine
     except Exception as error:
         raise failed_write(error) from error
     finally:
-        logging.disable(logging.NOTSET)
+        for logger in loggers:
+            logger.disabled = False
     return hash_item(arrays)
 
 
