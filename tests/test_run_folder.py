@@ -121,17 +121,6 @@ def test_a_start_that_fails_changes_nothing(tmp_path, change, overwrite) -> None
     assert f"{key}: {value}" in files(tmp_path)["a/config.yaml"]
 
 
-@pytest.mark.parametrize("content", [None, "stage: ["], ids=repr)
-def test_run_without_its_config_is_refused(tmp_path: Path, content: str | None) -> None:
-    start(config_for(tmp_path / "a"))
-    RunFolder(config_for(tmp_path / "a")).close()
-    (tmp_path / "a" / "config.yaml").unlink()
-    if content is not None:
-        (tmp_path / "a" / "config.yaml").write_text(content)
-    with pytest.raises(UserError, match=r"its config\.yaml is missing or damaged; put that back"):
-        start(config_for(tmp_path / "a"))
-
-
 @pytest.mark.parametrize(
     ("content", "overwrite"),
     [(None, True), ("learning_rate: 1", True), ("- a list", False), ("stage: [", False)],
@@ -143,16 +132,15 @@ def test_folder_of_something_else_is_refused(tmp_path, content, overwrite) -> No
     if content is not None:
         (tmp_path / "thesis" / "config.yaml").write_text(content)
     before = files(tmp_path)
-    with pytest.raises(UserError, match="thesis is not empty and not a training run; name another"):
+    with pytest.raises(UserError, match=r"thesis is not empty, and its config\.yaml is not that"):
         start(config_for(tmp_path / "thesis"), overwrite=overwrite)
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("output", ["file", "file/a"])
-def test_file_in_the_way_is_refused(tmp_path: Path, output: str) -> None:
+def test_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
-    with pytest.raises(UserError, match=r"output .*; name another folder"):
-        start(config_for(tmp_path / output))
+    with pytest.raises(UserError, match=r"output .* name another folder"):
+        start(config_for(tmp_path / "file"))
     assert files(tmp_path) == {"file": "text"}
 
 
@@ -283,18 +271,17 @@ def test_checkpoint_whose_removal_is_cut_short_does_not_count(tmp_path, monkeypa
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"3", "4"}
 
 
-def test_damaged_lines_of_metrics(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_damaged_lines_of_metrics(tmp_path: Path) -> None:
     folder = saved_run(tmp_path / "a", [1.0, 2.0, 3.0])
     path = folder / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    for damaged in (b'{"step": 3, "va', b"\xff\n", b"[3]\n", b"{}\n", b"\n", lines[2].strip()):
-        path.write_bytes(b"".join([*lines[:2], damaged]))
+    for cut in (b'{"step": 3, "va', lines[2].strip()):
+        path.write_bytes(b"".join([*lines[:2], cut]))
         assert resume(folder) == (3, [1, 2])
-        assert capfd.readouterr().err == f"{path}: the last line is damaged, and cut off\n"
-        path.write_bytes(b"".join([lines[0], damaged.strip() + b"\n", lines[2]]))
-        if damaged != lines[2].strip():
-            with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is damaged"):
-                resume(folder)
+    for damaged in (b'{"step": 3, "va\n', b"[3]\n", b"{}\n", b"\n"):
+        path.write_bytes(b"".join([lines[0], damaged, lines[2]]))
+        with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is damaged"):
+            resume(folder)
     path.unlink()
     run = RunFolder(config_for(folder))
     run.restore(state_at(0))

@@ -459,10 +459,10 @@ def test_validation_has_the_same_rows_in_batches_of_any_size(
 
 def test_a_resumed_run_asks_for_preemption_by_the_steps_of_its_process(monkeypatch) -> None:
     asked = []
-    for name in ("RunLog", "Profiler", "put_batch", "batch_at", "_check_in"):
+    for name in ("RunLog", "put_batch", "batch_at", "_validate"):
         monkeypatch.setattr(loop, name, MagicMock())
     monkeypatch.setattr(loop, "preemption_notice", lambda: nullcontext(asked.append))
-    config = MagicMock(num_steps=8, checkpoint_every=100, validate_every=100)
+    config = MagicMock(num_steps=8, checkpoint_every=100, validate_every=100, profile=None)
     state = SimpleNamespace(step=5)
     loop.run_steps(config, MagicMock(), MagicMock(), lambda state, batch: (state, {}), state)
     assert asked == [1, 2, 3]

@@ -101,12 +101,7 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[An
         yield path
         _write_config(path, config)
         return
-    with ExitStack() as made:
-        new = renamed(path, overwrite=True) if isinstance(path, Path) else _copied(path)
-        try:
-            partial = made.enter_context(new)
-        except OSError as error:
-            raise UserError(f"output {path}: {error.strerror}; name another folder") from error
+    with renamed(path, overwrite=True) if isinstance(path, Path) else _copied(path) as partial:
         yield partial
         (partial / "provenance.json").write_text(json.dumps(provenance(), indent=2) + "\n")
         _write_config(partial, config)
@@ -134,20 +129,16 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
     for file in inputs if overwrite else ():
         if file is not None and real_path(file).is_relative_to(real_path(path)):
             raise UserError(f"output {path} holds {file}, which --overwrite would remove; move it")
-    if not path.exists() or (
-        path.is_dir() and not any(entry.name != ".lock" for entry in path.iterdir())
-    ):
+    is_empty = path.is_dir() and {entry.name for entry in path.iterdir()} <= {".lock"}
+    if is_empty or not path.exists():
         return False
     saved = saved_config(path)
     if saved is None:
-        if (path / "checkpoints").is_dir():
-            raise UserError(
-                f"output {path} holds checkpoints, but its config.yaml is missing or damaged; put "
-                "that back, or name another folder"
-            )
-        raise UserError(f"output {path} is not empty and not a training run; name another folder")
-    different = changed_settings(saved, config)
-    if different and not overwrite:
+        raise UserError(
+            f"output {path} is not empty, and its config.yaml is not that of a training run; put "
+            "that back, or name another folder"
+        )
+    if (different := changed_settings(saved, config)) and not overwrite:
         raise UserError(
             f"output {path} holds a run with another config ({different[0]}); "
             "name another folder, or start from scratch with --overwrite"

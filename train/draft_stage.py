@@ -17,12 +17,10 @@ from poss_jax.checkpoint.folder import load_draft, load_target, read_dense, read
 from poss_jax.checkpoint.record import ModelRecord, new_record, read_draft_vocabulary, read_record
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.json_reading import read_json
-from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.features import FeatureCache, join_features
-from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.learn.state import TrainState
 from poss_jax.learn.step import make_draft_step
@@ -75,11 +73,26 @@ class DraftStage:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
         self._record, self._dtype = read_dense(config.target), run_dtype(config, mesh)
-        self._validation_depth = _check_depths(config)
+        # Properties that a draft to start from must share.
+        allowed = config.allow_target_mismatch
+        self._fit = {"target": self._record, "allow_target_mismatch": allowed}
+        trained, length = config.specialists.depth, config.data.sequence_length
+        self._validation_depth = config.validation_depth or trained
+        if (depth := max(trained, self._validation_depth)) >= length:
+            name = "validation_depth" if trained < length else "specialists.depth"
+            raise UserError(
+                f"{name} {depth} does not fit rows of {length} tokens; lower it or raise "
+                "data.sequence_length"
+            )
         self._open_draft()
         self._refuse_other_models(folder)
         self.tokenizer = load_tokenizer(as_path(config.target))
-        self._open_rows(folder)
+        prepared = prepare_rows(folder, config, self.tokenizer, self._record.llama)
+        self._features = find_features(config, self._record, prepared, self._dtype, self.config)
+        if self._features is not None:
+            prepared = join_features(prepared, self._features)
+        self.rows, self.validation_rows = prepared.train, prepared.validation
+        self.report = prepared.report
         self._task = DraftTask(
             target=self._record.llama,
             draft=self.config,
@@ -100,33 +113,27 @@ class DraftStage:
             num_tokens = len(self._vocabulary or range(target.vocab_size))
             draft = describe_draft(settings, target, num_tokens)
         else:
-            record = read_draft(self._run.init_draft, **self._fit())
+            record = read_draft(self._run.init_draft, **self._fit)
             self._check_init_draft(record)
             draft = record.draft
             self._vocabulary = record.draft_vocabulary or self._vocabulary
+        family = family_of(draft)
         self.config = replace(
             draft,
             positions_per_specialist=settings.positions_per_specialist,
             layers_per_specialist=settings.layers_per_specialist,
             trained_depth=settings.depth,
-            kv=settings.kv if family_of(draft).may_share_kv else draft.kv,
+            kv=settings.kv if family.may_share_kv else draft.kv,
         )
-        self._refuse_unfit(self.config)
-
-    def _refuse_unfit(self, draft: DraftConfig) -> None:
-        """Refuses settings that have no meaning for drafts of this family."""
-        objective, settings, family = self._run.objective, self._run.specialists, family_of(draft)
-        in_chains, passes = family.is_trained_in_chains, settings.start == "pass_through"
-        for key, is_unfit, reason in (
-            ("objective.feature_weight", in_chains and objective.feature_weight,
-             "predict no feature of the target; set it to 0"),
-            ("specialists.kv", settings.kv == "shared" and not family.may_share_kv,
-             "have separate projections of keys and values; leave it out"),
-            ("specialists.start", passes and family.pass_through is None,
-             "start at random; leave it out"),
-        ):  # fmt: skip
-            if is_unfit:
-                raise UserError(f"{key}: drafts of the family {draft.family} {reason}")
+        unfit = None  # a setting without meaning for drafts of this family
+        if family.is_trained_in_chains and self._run.objective.feature_weight:
+            unfit = "objective.feature_weight", "predict no feature of the target; set it to 0"
+        elif settings.kv == "shared" and not family.may_share_kv:
+            unfit = "specialists.kv", "have separate projections of keys and values; leave it out"
+        elif settings.start == "pass_through" and family.pass_through is None:
+            unfit = "specialists.start", "start at random; leave it out"
+        if unfit is not None:
+            raise UserError(f"{unfit[0]}: drafts of the family {draft.family} {unfit[1]}")
 
     def _refuse_other_models(self, folder: AnyPath) -> None:
         """Refuses to continue with other models than the run began with, and records them."""
@@ -152,10 +159,9 @@ class DraftStage:
             ("layers", draft.layers_per_specialist[0], settings.layers_per_specialist[0]),
         ):
             if got < has:
-                where = "" if name == "positions" else " in the first specialist"
                 raise UserError(
-                    f"specialists.{name}_per_specialist: want {has} or more{where}, which "
-                    f"init_draft {folder} has, got {got}"
+                    f"specialists.{name}_per_specialist: want {has} or more, which init_draft "
+                    f"{folder} has, got {got}"
                 )
         if settings.num_frozen > draft.num_specialists:
             raise UserError(
@@ -176,43 +182,23 @@ class DraftStage:
                     "or start from scratch"
                 )
 
-    def _open_rows(self, folder: AnyPath) -> None:
-        """Reads the text and looks for its features."""
-        config, target = self._run, self._record.llama
-        load = functools.partial(load_documents, config.data)
-        prepared = prepare_rows(folder, config, self.tokenizer, target, load)
-        self._features = find_features(config, self._record, prepared, self._dtype, self.config)
-        if self._features is not None:
-            prepared = join_features(prepared, self._features)
-        self.rows, self.validation_rows = prepared.train, prepared.validation
-        self.report = prepared.report
-
-    def _fit(self) -> dict[str, Any]:
-        """Properties that a draft to start from must share."""
-        allowed = self._run.allow_target_mismatch
-        return {"target": self._record, "allow_target_mismatch": allowed}
-
     def load_weights(self) -> None:
         """Reads the weights needed from the first step on, once the step is known to fit."""
         assert self._run.target is not None
         target, dtype, sharding = self._run.target, self._dtype, place_weights(self.mesh)
         _, self._target = load_target(target, dtype, with_layers=False, sharding=sharding)
-        if self._run.init_draft is not None:
-            loaded = self._load_init_draft(self._run.init_draft)
-            self._init_draft, self._target["draft"] = split_embedding(loaded)
+        if (folder := self._run.init_draft) is not None:
+            settings = self._run.specialists
+            _, draft = load_draft(folder, jnp.float32, sharding=sharding, **self._fit)
+            if settings.kv == "shared" and not has_shared_keys_values(draft):
+                raise UserError(
+                    f"init_draft {folder}: want specialists with the same keys and values, got "
+                    "different ones; start from another or leave out specialists.kv"
+                )
+            draft = extend_specialists(draft, len(settings.positions_per_specialist))
+            self._init_draft, self._target["draft"] = split_embedding(draft)
         if not is_complete(self._features):
             self._target["layers"] = load_layers(target, self._record, dtype, self.mesh)
-
-    def _load_init_draft(self, folder: str) -> Params:
-        """Loads the draft to start from, with the wanted number of specialists."""
-        settings, sharding = self._run.specialists, place_weights(self.mesh)
-        _, draft = load_draft(folder, jnp.float32, sharding=sharding, **self._fit())
-        if settings.kv == "shared" and not has_shared_keys_values(draft):
-            raise UserError(
-                f"init_draft {folder}: want specialists with the same keys and values, got "
-                "different ones; start from another or leave out specialists.kv"
-            )
-        return extend_specialists(draft, len(settings.positions_per_specialist))
 
     def write_features(self) -> None:
         """Writes features to disk, so that steps need not compute them."""
@@ -225,14 +211,9 @@ class DraftStage:
             del self._target["layers"]
 
     def plan_step(self) -> PlannedStep:
-        """The step, from shapes alone."""
-        return plan_draft_step(
-            self._task,
-            self._run,
-            self._dtype,
-            self.mesh,
-            has_features=self._features is not None,  # missing ones are written first
-        )
+        """The step, from shapes alone; missing features are written first."""
+        has_features, run = self._features is not None, self._run
+        return plan_draft_step(self._task, run, self._dtype, self.mesh, has_features=has_features)
 
     def init_params(self) -> Params:
         """Initial parameters on the mesh, specialists stacked.
@@ -266,11 +247,7 @@ class DraftStage:
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """Returns the step for states like this: (state, batch) -> (state, metrics)."""
         step = make_step_on(self.mesh, make_draft_step(self._measured_task, optimizer), state)
-
-        def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
-            return step(state, self._target, batch, self._key)
-
-        return run
+        return lambda state, batch: step(state, self._target, batch, self._key)
 
     @functools.cached_property
     def _measured_task(self) -> DraftTask:
@@ -289,8 +266,7 @@ class DraftStage:
         self, params: Params, batches: Iterable[TrainBatch]
     ) -> tuple[dict[str, Any], Predictions]:
         """Measures the parameters on held-out batches, and returns predictions for the first."""
-        results = [self._validation(params, self._target, batch) for batch in batches]
-        total, shown = add_up(results)
+        total, shown = add_up([self._validation(params, self._target, batch) for batch in batches])
         if not total.num_chains:
             _LOG.warning(
                 "no held-out answer is %d tokens long, so that acceptance is not measured; lower "
@@ -315,16 +291,3 @@ class DraftStage:
         )
         params = params | self._target.get("draft", {})
         write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
-
-
-def _check_depths(config: TrainConfig) -> int:
-    """Returns the depth of validations; refuses depths too large for the rows."""
-    trained, length = config.specialists.depth, config.data.sequence_length
-    validated = config.validation_depth or trained
-    for name, depth in (("specialists.depth", trained), ("validation_depth", validated)):
-        if depth >= length:
-            raise UserError(
-                f"{name} {depth} does not fit rows of {length} tokens; lower it or raise "
-                "data.sequence_length"
-            )
-    return validated

@@ -1,16 +1,15 @@
 """The training loop: steps, validations and checkpoints, every one a function of its step."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 import numpy as np
 
-from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import ProfileConfig, TrainConfig
-from poss_jax.data.rows import Rows, batch_at, rows_at
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.rows import batch_at, rows_at
 from poss_jax.learn.state import TrainState
 from poss_jax.learn.validation import Predictions
 from poss_jax.model.documents import TrainBatch
@@ -46,18 +45,24 @@ def run_steps(
     with (
         preemption_notice() as is_told_to_stop,
         RunLog(config, folder, first_step) as log,
-        closing(Profiler(config.profile, folder.path / "profile")) as profiler,
+        ExitStack() as profiling,
     ):
         try:
             for step in range(first_step + 1, config.num_steps + 1):
-                profiler.before(step)
+                if config.profile and step == config.profile.start:
+                    profiling.enter_context(jax.profiler.trace(folder.path / "profile"))
                 rows = batch_at(stage.rows, step - 1, config.batch_size, config.seed)
                 state, metrics = step_fn(state, put_batch(rows, stage.mesh))
-                profiler.after(step, metrics)
+                if config.profile and step == config.profile.start + config.profile.steps - 1:
+                    jax.block_until_ready(metrics)
+                    profiling.close()
                 log.record(step, metrics)
                 is_stopping = is_told_to_stop(step - first_step)
-                if is_stopping or _is_due(config, step, config.checkpoint_every):
-                    _check_in(config, folder, stage, log, step, state)
+                is_validating = step == config.num_steps or step % config.validate_every == 0
+                if is_stopping or is_validating or step % config.checkpoint_every == 0:
+                    log.flush()  # a diverged state is not saved
+                    score = _validate(config, folder, stage, log, state) if is_validating else None
+                    folder.save(step, state, score=score, loss_level=log.loss_level)
                 if is_stopping:
                     break
         except Diverged as error:
@@ -65,23 +70,15 @@ def run_steps(
     return state
 
 
-def _check_in(
-    config: TrainConfig, folder: RunFolder, stage: Stage, log: RunLog, step: int, state: TrainState
-) -> None:
-    """Validates if due, and saves; a diverged state is not saved."""
-    log.flush()
-    score = None
-    if _is_due(config, step, config.validate_every):
-        results, shown = stage.validate(state.params, validation_batches(config, stage))
-        log.validated(step, results)
-        folder.write_sample(f"{step}.md", format_samples(stage, shown, config.num_samples))
-        score = stage.score(results)
-    folder.save(step, state, score=score, loss_level=log.loss_level)
-
-
-def _is_due(config: TrainConfig, step: int, every: int) -> bool:
-    """True if a step ends with a checkpoint; every validation does."""
-    return step == config.num_steps or any(step % n == 0 for n in {every, config.validate_every})
+def _validate(
+    config: TrainConfig, folder: RunFolder, stage: Stage, log: RunLog, state: TrainState
+) -> float:
+    """Validates, logs and shows samples; returns the score."""
+    step = int(state.step)
+    results, shown = stage.validate(state.params, validation_batches(config, stage))
+    log.validated(step, results)
+    folder.write_sample(f"{step}.md", format_samples(stage, shown, config.num_samples))
+    return stage.score(results)
 
 
 def validation_batches(config: TrainConfig, stage: Stage) -> Iterator[TrainBatch]:
@@ -109,32 +106,6 @@ def _describe_divergence(
     )
 
 
-class Profiler:
-    """Records the steps that the config names, if the run reaches them."""
-
-    def __init__(self, config: ProfileConfig | None, folder: AnyPath) -> None:
-        self._folder, self._is_on = folder, False
-        self._steps = range(config.start, config.start + config.steps) if config else range(0)
-
-    def before(self, step: int) -> None:
-        """Starts recording at the window's first step."""
-        if step in self._steps[:1]:
-            jax.profiler.start_trace(self._folder)
-            self._is_on = True
-
-    def after(self, step: int, arrays: Any) -> None:
-        """Stops recording after the window's last step, once its arrays are computed."""
-        if self._is_on and step in self._steps[-1:]:
-            jax.block_until_ready(arrays)
-            self.close()
-
-    def close(self) -> None:
-        """Stops recording, if it is on."""
-        if self._is_on:
-            jax.profiler.stop_trace()
-            self._is_on = False
-
-
 # --------------------------------------------------------------------------------------------------
 # Samples
 
@@ -150,8 +121,17 @@ def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
     lines = ["Held-out text, and what is predicted to follow: `right` or ~~`wrong`~~ `wanted`."]
     for index in range(min(num_samples, len(shown.labels))):
         table = []
-        for start in _sample_positions(shown.is_trained[index], depth):
-            prefix = _text_before(stage.validation_rows[index : index + 1], start + stage.lookahead)
+        is_trained = shown.is_trained[index]
+        starts = [
+            start
+            for start in range(len(is_trained) - depth + 1)
+            if is_trained[start : start + depth].all()
+        ]
+        picked = np.linspace(0, len(starts) - 1, _NUM_POSITIONS).round().astype(int)
+        for start in [starts[i] for i in dict.fromkeys(picked)] if starts else []:
+            end, rows = start + stage.lookahead, stage.validation_rows
+            tokens, documents = rows.tokens[index, :end], rows.documents[index, :end]
+            prefix = tokens[documents == documents[-1]][-_TOKENS_BEFORE:]
             cells = [_quoted(stage.tokenizer, prefix)]
             for d, row in enumerate(range(start, start + depth)):
                 label, got = shown.labels[index, row], shown.tokens[d, index, row]
@@ -160,20 +140,6 @@ def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
             table.append(cells)
         lines += ["", f"## Row {index}", "", *format_rows(head, table)]
     return "\n".join(lines) + "\n"
-
-
-def _sample_positions(is_trained: np.ndarray, depth: int) -> list[int]:
-    """Positions spread over the row, each followed by `depth` consecutive trained rows."""
-    starts = range(len(is_trained) - depth + 1)
-    valid = [start for start in starts if is_trained[start : start + depth].all()]
-    picked = np.linspace(0, len(valid) - 1, _NUM_POSITIONS).round().astype(int) if valid else []
-    return [valid[i] for i in dict.fromkeys(picked)]
-
-
-def _text_before(row: Rows, end: int) -> np.ndarray:
-    """The last tokens before a position, within its document."""
-    tokens, documents = row.tokens[0, :end], row.documents[0, :end]
-    return tokens[documents == documents[-1]][-_TOKENS_BEFORE:]
 
 
 def _quoted(tokenizer: Any, tokens: Any) -> str:

@@ -1,7 +1,7 @@
 """Prepares data and dtype for both stages of training."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -48,14 +48,10 @@ def prepare_rows(
     Raises:
       UserError: the data cannot be used.
     """
-
-    def make() -> Prepared:
-        stop_ids = llama.eos_token_ids
-        return prepare(folder, config.data, tokenizer, llama.vocab_size, load, stop_ids)
-
+    settings = config.data, tokenizer, llama.vocab_size, load, llama.eos_token_ids
     made: list[Prepared] = []
-    broadcast_from_first(lambda: made.append(make()))
-    prepared = made[0] if made else make()
+    broadcast_from_first(lambda: made.append(prepare(folder, *settings)))
+    prepared = made[0] if made else prepare(folder, *settings)
     length = config.data.sequence_length
     if length > llama.max_position_embeddings:
         _LOG.warning(
@@ -106,7 +102,22 @@ def describe_data(report: dict[str, Any]) -> list[str]:
     if "features" in report:
         lines.append(f"features  {report['features']}")
     for name, key in (("training", "train"), ("held out", "validation")):
-        lines += _describe_part(name, report[key], report["packing"])
+        stats = report[key]
+        lengths = ", ".join(f"{key} {value:,}" for key, value in stats["lengths"].items())
+        lines += [
+            f"{name}  {stats['documents']:,} documents, {stats['tokens']:,} tokens, "
+            f"{stats['learnt']:.1%} of them trained on",
+            f"          lengths {lengths}; {stats['truncated']:,} cut to a row",
+        ]
+        if stats["split_by_answer"]:
+            lines.append(
+                f"          {stats['split_by_answer']:,} chats have a document per answer, because "
+                "the template rewrites earlier turns"
+            )
+        lines.append(
+            f"          {stats['rows']:,} rows, packing {report['packing']}, "
+            f"{stats['filled']:.1%} filled"
+        )
     return lines
 
 
@@ -121,21 +132,6 @@ def describe_sample(rows: Rows, tokenizer: Any) -> list[str]:
         text = printable_lines(tokenizer.decode(rows.tokens[0, list(group)]))
         parts.append(f"{mark}{text}{end_mark}" if is_trained else text)
     return [f"sample    {mark}this{end_mark} is trained on", "".join(parts).rstrip("\n")]
-
-
-def _describe_part(name: str, stats: dict[str, Any], packing: str) -> Iterator[str]:
-    lengths = ", ".join(f"{key} {value:,}" for key, value in stats["lengths"].items())
-    yield (
-        f"{name}  {stats['documents']:,} documents, {stats['tokens']:,} tokens, "
-        f"{stats['learnt']:.1%} of them trained on"
-    )
-    yield f"          lengths {lengths}; {stats['truncated']:,} cut to a row"
-    if stats["split_by_answer"]:
-        yield (
-            f"          {stats['split_by_answer']:,} chats have a document per answer, because the "
-            "template rewrites earlier turns"
-        )
-    yield f"          {stats['rows']:,} rows, packing {packing}, {stats['filled']:.1%} filled"
 
 
 def _counts(counts: dict[str, int]) -> str:

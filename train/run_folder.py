@@ -13,7 +13,6 @@ model.json last.
 import json
 import math
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC
@@ -23,11 +22,10 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
-from tqdm import tqdm
 
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.checkpoint.writing import failed_write
-from poss_jax.config.paths import AnyPath, absolute, file_size, is_uri, read_text
+from poss_jax.config.paths import AnyPath, absolute, is_uri, read_text
 from poss_jax.config.reading import UserError, is_out_of_memory
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
@@ -58,7 +56,8 @@ class RunFolder:
         self._checkpoints = self.path / "checkpoints"
         self._unwritten: list[str] = []  # lines of metrics.jsonl
         self._empty_removed()
-        broadcast_from_first(self._remove_partial_model)
+        if is_uri(self.path) and not holds_model(self.path):  # a killed process uploads in part
+            broadcast_from_first(lambda: self.model.rmtree(missing_ok=True))
         policies = [
             checkpoint_managers.LatestN(config.keep_checkpoints),
             checkpoint_managers.BestN(get_metric_fn=_score, n=1),
@@ -148,9 +147,9 @@ class RunFolder:
         Raises:
           UserError: metrics.jsonl is damaged.
         """
-        for line in map(json.loads, self._metrics_lines()):
-            if line["step"] == step and "validation_loss" in line:
-                return {key: value for key, value in line.items() if key != "step"}
+        for logged_step, metrics, _ in self._logged():
+            if logged_step == step and "validation_loss" in metrics:
+                return {key: value for key, value in metrics.items() if key != "step"}
         return {}
 
     def write_sample(self, name: str, text: str) -> AnyPath:
@@ -207,11 +206,6 @@ class RunFolder:
         if is_first_process() and not is_uri(self.path):
             shutil.rmtree(self._checkpoints / _REMOVED, ignore_errors=True)
 
-    def _remove_partial_model(self) -> None:
-        """Removes a model that a killed process uploaded in part."""
-        if not isinstance(self.model, Path) and not holds_model(self.path):
-            self.model.rmtree(missing_ok=True)
-
     def _read(self, step: int, state: TrainState) -> TrainState:
         """Reads a state with the shardings of `state`, which is freed first."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, vars(state))
@@ -237,42 +231,28 @@ class RunFolder:
 
     def _drop_metrics_after(self, step: int) -> None:
         """Drops metrics beyond the checkpoint, which a resumed run writes again."""
-        path = self.path / "metrics.jsonl"
-        if path.exists():
-            lines = self._metrics_lines()
-            if sum(map(len, lines)) < file_size(path):
-                tqdm.write(f"{path}: the last line is damaged, and cut off", file=sys.stderr)
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
-            write_file(path, b"".join(kept).decode())
+        if (path := self.path / "metrics.jsonl").exists():
+            write_file(path, "".join(line for logged, _, line in self._logged() if logged <= step))
 
-    def _metrics_lines(self) -> list[bytes]:
-        """Reads the lines of metrics.jsonl, without the last if that is damaged."""
+    def _logged(self) -> list[tuple[int, dict[str, Any], str]]:
+        """Steps, metrics and lines of metrics.jsonl, without what a killed process left in part."""
         path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            lines = list(file)
-        damaged = [number for number, line in enumerate(lines) if not _is_metrics(line)]
-        if damaged and damaged[0] < len(lines) - 1:
-            raise UserError(
-                f"{path}: line {damaged[0] + 1} is damaged: want an object with its step, got "
-                f"{lines[damaged[0]][:80]!r}; mend or remove the line"
-            )
-        return lines[: len(lines) - len(damaged)]
+        lines = read_text(path).splitlines(keepends=True) if path.exists() else []
+        logged = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                if line.endswith("\n"):
+                    metrics = json.loads(line)
+                    logged.append((metrics["step"], metrics, line))
+            except (ValueError, LookupError, TypeError) as error:
+                raise UserError(f"{path}: line {number} is damaged; mend or remove it") from error
+        return logged
 
 
 def holds_model(run: AnyPath) -> bool:
     """True if a run is complete; a model at a URI may be uploaded in part."""
     model = run / "model"
     return (model / "model.json" if is_uri(run) else model).exists()
-
-
-def _is_metrics(line: bytes) -> bool:
-    try:
-        values = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and isinstance(values.get("step"), int)
 
 
 def _score(metrics: dict[str, Any]) -> float:

@@ -123,8 +123,15 @@ class RunLog:
         self._watch.check(step, metrics)
         self._progress.update(self._tokens_per_step)
         if step % self._config.log_every == 0 or step == self._config.num_steps:
-            tokens = {"tokens": step * self._tokens_per_step}
-            self._write(step, tokens | metrics | self._costs(step))
+            now, (last_step, then) = time.monotonic(), self._last_line
+            self._last_line = step, now
+            tokens = (step - last_step) * self._tokens_per_step
+            costs = {  # the only numbers that vary between equal runs
+                "seconds": round(now - self._started, 3),
+                "tokens_per_second": round(tokens / max(now - then, 1e-9), 1),
+                "peak_gib": round(_peak_bytes() / 2**30, 3),
+            }
+            self._write(step, {"tokens": step * self._tokens_per_step, **metrics, **costs})
             self._show(loss=metrics["loss"])
 
     def validated(self, step: int, results: dict[str, Any]) -> None:
@@ -136,7 +143,12 @@ class RunLog:
         check_finite(step, results)
         self._write(step, results)
         if self._progress.disable and is_first_process():  # no terminal
-            _LOG.warning("step %d of %d: %s", step, self._config.num_steps, _describe(results))
+            numbers = (
+                f"{name.replace('_', ' ')} {value:.4g}"
+                for name, value in results.items()
+                if isinstance(value, float)  # not those by depth
+            )
+            _LOG.warning("step %d of %d: %s", step, self._config.num_steps, ", ".join(numbers))
         if "simulated_acceptance_length" in results:
             self._show(accept=results["simulated_acceptance_length"])
 
@@ -145,27 +157,10 @@ class RunLog:
         for logger in self._loggers:
             logger.log(step, scalars(metrics))
 
-    def _costs(self, step: int) -> dict[str, float]:
-        """Time and memory, the only numbers that vary between equal runs."""
-        now, (last_step, then) = time.monotonic(), self._last_line
-        self._last_line = step, now
-        tokens = (step - last_step) * self._tokens_per_step
-        return {
-            "seconds": round(now - self._started, 3),
-            "tokens_per_second": round(tokens / max(now - then, 1e-9), 1),
-            "peak_gib": round(_peak_bytes() / 2**30, 3),
-        }
-
     def _show(self, **numbers: float) -> None:
         self._shown |= {name: f"{number:.3f}" for name, number in numbers.items()}
         self._shown["peak"] = f"{_peak_bytes() / 2**30:.1f}GiB"
         self._progress.set_postfix(self._shown)
-
-
-def _describe(results: dict[str, Any]) -> str:
-    """The numbers of a validation in a line, without those by depth."""
-    numbers = {name: value for name, value in results.items() if isinstance(value, float)}
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())
 
 
 def _peak_bytes() -> int:
@@ -179,23 +174,19 @@ def _peak_bytes() -> int:
 
 class _TensorBoard:
     def __init__(self, config: TrainConfig, folder: AnyPath, first_step: int) -> None:
-        del config
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
         # Drop what an interrupted run wrote beyond its checkpoint: it is written again.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        self.close = self._writer.close
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
 
 class _Wandb:
     def __init__(self, config: TrainConfig, folder: AnyPath, first_step: int) -> None:
-        del first_step
         import wandb  # pyright: ignore[reportMissingImports]
 
         started = (folder / "provenance.json").read_bytes() + str(folder).encode()
@@ -218,17 +209,13 @@ class _Wandb:
 
 
 Logger = _TensorBoard | _Wandb
-_KINDS: dict[str, tuple[type[Logger], str]] = {
-    "tensorboard": (_TensorBoard, "tensorboardX"),
-    "wandb": (_Wandb, "wandb"),
-}
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def check_loggers(config: TrainConfig) -> None:
     """Raises UserError if a package that the run needs is missing."""
     for name in config.loggers:
-        _, package = _KINDS[name]
-        if importlib.util.find_spec(package) is None:
+        if importlib.util.find_spec(package := _PACKAGES[name]) is None:
             raise UserError(
                 f"loggers: {name} needs the package {package}, which is not installed; "
                 f"pip install 'poss-jax[{name}]', or take {name} out of loggers"
@@ -237,7 +224,8 @@ def check_loggers(config: TrainConfig) -> None:
 
 def open_loggers(config: TrainConfig, folder: AnyPath, first_step: int) -> list[Logger]:
     """Opens every logger of the run; `first_step` is the last completed step."""
-    return [_KINDS[name][0](config, folder, first_step) for name in config.loggers]
+    kinds = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+    return [kinds[name](config, folder, first_step) for name in config.loggers]
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:

@@ -7,21 +7,17 @@ server again, at growing intervals.
 
 import itertools
 import os
-import re
-import threading
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from queue import SimpleQueue
+from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError, lone_surrogates, shorten
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.engine.answers import Generation
-from poss_jax.engine.dialogue import Dialogue
 
 from .answers import Line, Lines, Question, answer_line, open_dialogue, refuse_answer
 from .self_prompt import TurnWriter
@@ -58,21 +54,19 @@ class ChatClient:
         """Sets the address; asks the server for its first model if none is given.
 
         Raises:
-          UserError: the server does not answer, OPENAI_API_KEY is not a key, or the package
-            openai is missing.
+          UserError: the server does not answer, or the package openai is missing.
         """
         try:
             import openai
         except ModuleNotFoundError as error:
             raise UserError("openai is missing; pip install 'poss-jax[regenerate]'") from error
-        self._url, key = url.rstrip("/"), os.environ.get("OPENAI_API_KEY", "").strip()
-        if not re.fullmatch("[!-~]*", key):
-            raise UserError("OPENAI_API_KEY: want a key in ASCII, got other characters")
+        key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
+        self._url = url.rstrip("/")
         self._client = openai.OpenAI(
-            base_url=url, api_key=key or "none", timeout=_TIMEOUT, max_retries=_RETRIES
+            base_url=url, api_key=key, timeout=_TIMEOUT, max_retries=_RETRIES
         )
         self._more = {"chat_template_kwargs": chat_template_kwargs} if chat_template_kwargs else {}
-        self.model = model or self._first_model()
+        self.model = model or self._request("models", None, lambda reply: reply["data"][0]["id"])
 
     def answer(
         self, messages: Sequence[Any], sampling: SamplingConfig, config: RegenerateConfig
@@ -83,91 +77,77 @@ class ChatClient:
           The answer, and other fields of its message: the target's reasoning.
 
         Raises:
-          Refused: the server refuses this question.
+          Refused: the server refuses this question, or its answer is unusable.
           UserError: it answers no question.
         """
+
+        def read(choice: dict[str, Any]) -> tuple[Generation, dict[str, str]]:
+            message = choice["message"]
+            if choice.get("finish_reason") in _CALLS or any(map(message.get, _CALLS)):
+                raise Refused("an answer that calls tools")
+            # Reasoning that the server splits off an answer has either name.
+            thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
+            answer = _read(choice, message["content"] or "", thoughts)
+            return answer, {"reasoning_content": thoughts} if thoughts else {}
+
         body = {"messages": messages, **self._more}
         limits = config.max_new_tokens, config.stop
-        choice = self._choose("chat/completions", body, sampling, *limits)
-        message = choice["message"] if isinstance(choice.get("message"), dict) else {}
-        if choice.get("finish_reason") in _CALLS or any(map(message.get, _CALLS)):
-            raise Refused("an answer that calls tools")
-        text = message.get("content", 0)
-        text = "" if text is None else text
-        # Reasoning that the server splits off an answer has either name.
-        thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
-        if not (isinstance(text, str) and isinstance(thoughts, str)):
-            raise self._error(f"want a chat completion, got {shorten(choice)}")
-        return _read(choice, text, thoughts), {"reasoning_content": thoughts} if thoughts else {}
+        return self._ask("chat/completions", body, read, sampling, *limits)
 
     def complete(
         self, prompt: Sequence[int], sampling: SamplingConfig, max_tokens: int, stop: Sequence[str]
     ) -> Generation:
         """Continues a prompt of token ids; raises what `answer` raises."""
-        choice = self._choose("completions", {"prompt": prompt}, sampling, max_tokens, stop)
-        if not isinstance(text := choice.get("text"), str):
-            raise self._error(f"want a completion, got {shorten(choice)}")
-        return _read(choice, text)
 
-    def _choose(
+        def read(choice: dict[str, Any]) -> Generation:
+            return _read(choice, choice["text"])
+
+        return self._ask("completions", {"prompt": prompt}, read, sampling, max_tokens, stop)
+
+    def _ask(
         self,
         path: str,
         body: dict[str, Any],
+        read: Callable[[dict[str, Any]], Any],
         sampling: SamplingConfig,
         max_tokens: int,
         stop: Sequence[str],
-    ) -> dict[str, Any]:
-        """Asks for one text; returns the server's choice."""
-        body = body | {"max_tokens": max_tokens} | ({"stop": list(stop)} if stop else {})
-        reply = self._request(path, body | self._sampling(sampling))
-        try:
-            choice = reply["choices"][0]
-        except (KeyError, IndexError, TypeError):
-            choice = reply
-        if not isinstance(choice, dict):
-            raise self._error(f"want a chat completion, got {shorten(reply)}")
-        return choice
-
-    def _sampling(self, sampling: SamplingConfig) -> dict[str, Any]:
-        """Sampling fields; those that not all servers know are sent only if set."""
+    ) -> Any:
+        """Asks for one text, and reads the server's choice."""
         default = asdict(SamplingConfig())
-        sent = {
+        settings = {
             name: value
             for name, value in asdict(sampling).items()
             if name in _KNOWN_TO_ALL or value != default[name]
         }
-        return {"model": self.model, **sent}
+        body = body | settings | {"model": self.model, "max_tokens": max_tokens}
+        body |= {"stop": list(stop)} if stop else {}
+        return self._request(path, body, lambda reply: read(reply["choices"][0]))
 
-    def _first_model(self) -> str:
-        try:
-            reply = self._request("models")
-        except Refused as error:
-            raise self._error(f"{error}: {error.said}") from error
-        try:
-            name = reply["data"][0]["id"]
-        except (KeyError, IndexError, TypeError):
-            name = None
-        if not isinstance(name, str):
-            raise self._error(f"want a list of models, got {shorten(reply)}; give --model")
-        return name
-
-    def _request(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Sends a request; returns its JSON. Requests with a body are retried."""
+    def _request(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], Any]) -> Any:
+        """Sends a request and reads the JSON of the reply. Requests with a body are retried."""
         import openai
 
         try:
             if body is None:
-                return self._client.get(path, cast_to=object, options={"max_retries": 0})
-            return self._client.post(path, cast_to=object, body=body)
+                reply = self._client.get(path, cast_to=object, options={"max_retries": 0})
+            else:
+                reply = self._client.post(path, cast_to=object, body=body)
         except openai.APIStatusError as error:
-            status, text = error.status_code, _message(error.body)
-            if status in _OF_THE_QUESTION:
-                raise Refused(f"{_REFUSES} {status}", text) from error
-            raise self._error(f"got status {status}: {text}") from error
+            said = error.body
+            said = said.get("message", said) if isinstance(said, dict) else said
+            said = " ".join(str(said).encode(errors="replace").decode().split())[:300]
+            if error.status_code in _OF_THE_QUESTION and body is not None:
+                raise Refused(f"{_REFUSES} {error.status_code}", said) from error
+            raise self._error(f"got status {error.status_code}: {said}") from error
         except openai.APIConnectionError as error:
             raise self._error(f"got {str(error.__cause__) or error}") from error
         except (ValueError, RecursionError) as error:
             raise self._error(f"want JSON ({error})") from error
+        try:
+            return read(reply)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise self._error(f"want the {path} of OpenAI, got {shorten(reply)}") from error
 
     def _error(self, message: str) -> UserError:
         return UserError(
@@ -194,60 +174,43 @@ def answer_questions(
     Raises:
       UserError: the server stopped answering; earlier lines are yielded first.
     """
-    tasks: SimpleQueue[tuple[Question, Future[Line]] | None] = SimpleQueue()
-
-    def work() -> None:
-        while task := tasks.get():
-            question, line = task
-            try:
-                line.set_result(_answer(server, question, config, writer))
-            except BaseException as error:
-                line.set_exception(error)
-
-    num_threads = min(config.concurrency, len(questions))
-    for _ in range(num_threads):  # daemons: an interrupted run does not wait for them
-        threading.Thread(target=work, daemon=True).start()
-    waiting: deque[Future[Line]] = deque()
+    # Its threads are daemons: an interrupted run does not wait for them.
+    pool = ThreadPool(min(config.concurrency, len(questions)) or 1)
+    waiting: deque[AsyncResult[Line]] = deque()
     try:
         for question in questions:
-            waiting.append(Future())
-            tasks.put((question, waiting[-1]))
+            waiting.append(pool.apply_async(_answer, (server, question, config, writer)))
             if len(waiting) == _AHEAD * config.concurrency:
                 yield _take(waiting)
         while waiting:
             yield _take(waiting)
     finally:
-        while not tasks.empty():
-            tasks.get()
-        for _ in range(num_threads):
-            tasks.put(None)
+        pool.terminate()
 
 
 def hold_refusals(answers: Lines) -> Lines:
-    """Holds the first lines back until the server has accepted one question.
+    """Holds the first lines back until the server has num_failed one question.
 
     Raises:
       UserError: the server refuses all of the first questions.
     """
-    held, failures, refused = list[Line](), list[Line](), list[Line]()
+    held, refused, num_failed = list[Line](), list[Line](), 0
     with closing(answers):
         for lines in answers:
             held += lines
-            failures = list(
-                itertools.takewhile(lambda line: "messages" not in line or _is_refusal(line), held)
-            )
-            refused = list(filter(_is_refusal, failures))
-            if len(failures) < len(held) or len(refused) >= _REFUSALS:
+            answered = ("messages" in line and not _is_refusal(line) for line in held)
+            num_failed = next(itertools.compress(itertools.count(), answered), len(held))
+            refused = list(filter(_is_refusal, held[:num_failed]))
+            if num_failed < len(held) or len(refused) >= _REFUSALS:
                 break
-        if len(refused) >= _REFUSALS or (refused and len(failures) == len(held)):
+        if refused and (num_failed == len(held) or len(refused) >= _REFUSALS):
             text = "".join(f": {line['said']}" for line in refused[:1] if "said" in line)
             raise UserError(
                 f"the server refuses all of the first {len(refused)} questions "
                 f"({refused[0]['reason']}{text}); mend the settings, or leave these questions out "
                 "of the source, then run again"
             )
-        if held:
-            yield held
+        yield held
         yield from answers
 
 
@@ -263,39 +226,33 @@ def _answer(
     while not dialogue.ended:
         try:
             if writer is not None and writer.is_due(question, dialogue):
-                _write_turn(server, dialogue, writer)
-                continue
-            if not dialogue.remaining:
+                try:
+                    prompt = writer.prompt(dialogue)
+                except UserError as error:  # the template refuses
+                    dialogue.end(str(error))
+                    continue
+                settings = writer.sampling(dialogue), writer.max_new_tokens, writer.stop
+                writer.take(dialogue, server.complete(prompt, *settings))
+            elif dialogue.remaining:
+                messages = [*dialogue.messages, dialogue.remaining[0]]
+                answer, fields = server.answer(messages, dialogue.sampling, config)
+                if reason := refuse_answer(answer, config):
+                    dialogue.end(reason)
+                else:
+                    dialogue.take(answer, fields)
+            else:
                 break
-            messages = [*dialogue.messages, dialogue.remaining[0]]
-            answer, fields = server.answer(messages, dialogue.sampling, config)
         except Refused as error:
             dialogue.end(str(error))
             detail = {"said": error.said} if error.said else {}
-            continue
-        if reason := refuse_answer(answer, config):
-            dialogue.end(reason)
-        else:
-            dialogue.take(answer, fields)
     return answer_line(question, dialogue) | detail
 
 
-def _write_turn(server: ChatClient, dialogue: Dialogue, writer: TurnWriter) -> None:
-    """Lets the server write the next user's turn, or ends the chat if the template refuses."""
-    try:
-        prompt = writer.prompt(dialogue)
-    except UserError as error:
-        dialogue.end(str(error))
-        return
-    sampling = writer.sampling(dialogue)
-    writer.take(dialogue, server.complete(prompt, sampling, writer.max_new_tokens, writer.stop))
-
-
-def _take(waiting: deque[Future[Line]]) -> list[Line]:
+def _take(waiting: deque[AsyncResult[Line]]) -> list[Line]:
     """Takes the first line and the ready ones after it."""
-    lines = [waiting.popleft().result()]
-    while waiting and waiting[0].done() and not waiting[0].exception():
-        lines.append(waiting.popleft().result())
+    lines = [waiting.popleft().get()]
+    while waiting and waiting[0].ready() and waiting[0].successful():
+        lines.append(waiting.popleft().get())
     return lines
 
 
@@ -311,9 +268,3 @@ def _read(choice: dict[str, Any], text: str, thoughts: str = "") -> Generation:
     if lone_surrogates(text + thoughts):
         raise Refused("an answer that is not UTF-8")
     return Generation([], [], text, [], [], "length" if reason == "length" else "stop")
-
-
-def _message(body: object) -> str:
-    """The message of an error, in one line."""
-    text = body.get("message", body) if isinstance(body, dict) else body
-    return " ".join(str(text).encode(errors="replace").decode().split())[:300]

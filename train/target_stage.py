@@ -50,13 +50,8 @@ class TargetStage:
         self.mesh = mesh
         self._check_init_target()
         tokenizer_folder = folder / _TOKENIZER
-
-        def make_tokenizer() -> None:
-            if not (tokenizer_folder / "tokenizer.json").is_file():
-                self._write_tokenizer(tokenizer_folder, load)
-
-        broadcast_from_first(make_tokenizer)
-        make_tokenizer()  # in a dry run each process has its own folder
+        broadcast_from_first(lambda: self._write_tokenizer(tokenizer_folder, load))
+        self._write_tokenizer(tokenizer_folder, load)  # a dry run has a folder per process
         self.tokenizer = load_tokenizer(tokenizer_folder)
         prepared = prepare_rows(folder, config, self.tokenizer, self.config, load)
         self.rows, self.validation_rows = prepared.train, prepared.validation
@@ -70,8 +65,7 @@ class TargetStage:
         """Refuses a target to start from that has another shape than the run's."""
         if (folder := self._run.init_target) is None:
             return
-        initial = config_to_dict(read_dense(folder).llama)
-        config = config_to_dict(self.config)
+        initial, config = config_to_dict(read_dense(folder).llama), config_to_dict(self.config)
         initial["num_layers"] = max(initial["num_layers"], config["num_layers"])
         for name, value in initial.items():
             if config[name] != value:
@@ -82,6 +76,8 @@ class TargetStage:
 
     def _write_tokenizer(self, folder: AnyPath, load: Callable[[], Documents]) -> None:
         """Copies the tokenizer of the target to start from, or trains one on the documents."""
+        if (folder / "tokenizer.json").is_file():
+            return
         if self._run.init_target is None:
             documents = load().train
             if any(isinstance(document, Tokens) for document in documents):
@@ -102,12 +98,9 @@ class TargetStage:
         """Does nothing: a target needs no features."""
 
     def plan_step(self) -> PlannedStep:
-        """See `DraftStage`."""
         return plan_target_step(self.config, self._run, self._dtype, self.mesh)
 
     def init_params(self) -> Params:
-        """See `DraftStage`."""
-
         def stack(params: Params) -> Params:
             layers = insert_layers(params["layers"], self.config.num_layers)
             return without_tied_head(params, self.config) | {"layers": stack_layers(layers)}
@@ -119,23 +112,19 @@ class TargetStage:
         return make_on(self.mesh, stack, params)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
-        """See `DraftStage`."""
         step = make_target_step(self.config, optimizer, self._run.step, self._dtype)
         return make_step_on(self.mesh, step, state)
 
     def validate(
         self, params: Params, batches: Iterable[TrainBatch]
     ) -> tuple[dict[str, Any], Predictions]:
-        """See `DraftStage`."""
         total, shown = add_up([self._validation(params, batch) for batch in batches])
         return {"validation_loss": float(total.loss / max(total.num_trained, 1))}, shown
 
     def score(self, results: dict[str, Any]) -> float:
-        """See `DraftStage`."""
         return -results["validation_loss"]
 
     def save_model(self, params: Params, folder: AnyPath) -> None:
-        """See `DraftStage`."""
         gather = compile_on(self.mesh, lambda weight: weight)
         embed = head = np.asarray(gather(params["embed"]["weight"]))
         if not self.config.tie_embeddings:
