@@ -107,7 +107,7 @@ def test_a_run_goes_on_from_its_last_whole_window(tmp_path, num_bytes):
     [
         ("out.jsonl", b"mine"),
         ("out.failed.jsonl", b"mine"),
-        *(("out.made_from.json", content) for content in (b"{", b"[1]", b"\xff", b"[" * 10**5)),
+        *(("out.made_from.json", content) for content in (b"{", b"[1]", b"\xff")),
     ],
 )
 def test_files_of_something_else_are_left_alone(tmp_path, name, content):
@@ -135,7 +135,6 @@ def test_answers_made_otherwise_are_left_alone(tmp_path):
         *("x", "[]"),
         '{"index": "6", "messages": []}',
         '{"index": 6}',
-        '{"index": 6, "messages": [], "reason": "bad"}',
         *(f'{{"index": {index}, "messages": []}}' for index in (3, 5, 7, 10)),
     ],
 )

@@ -4,13 +4,12 @@ Chats are answered in windows, always the same ones together, and a window is wr
 interrupted run resumes as if it had never stopped.
 """
 
-import hashlib
 import json
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -165,9 +164,21 @@ class AnswerFiles:
         self._to_start: dict[str, Any] | None = None
         if overwrite or all(path.stat().st_size == 0 for path in written):
             self._to_start = made_from
-        else:
-            self._check(made_from)
-            self._resume(window, made_from["questions"])
+            return
+        try:
+            saved = dict(json.loads(self._about.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"output {output} exists and was not made here; name another file"
+            ) from error
+        different = [key for key, value in made_from.items() if saved.get(key) != value]
+        if different:
+            key = different[0]
+            raise UserError(
+                f"output {output} was made otherwise ({key}: {saved.get(key)!r}, asked "
+                f"{made_from[key]!r}); name another file, or start from scratch with --overwrite"
+            )
+        self._resume(window, made_from["questions"])
 
     def add(self, lines: Iterable[Line]) -> None:
         """Writes the lines of a window."""
@@ -184,23 +195,8 @@ class AnswerFiles:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in mine)
                 file.flush()
                 os.fsync(file.fileno())
-        self._count(lines)
+        self.counts.update(line.get("reason", "answered") for line in lines)
         self.num_done += len(lines)
-
-    def _check(self, made_from: dict[str, Any]) -> None:
-        try:
-            saved = dict(json.loads(self._about.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise UserError(
-                f"output {self.output} exists and was not made here; name another file"
-            ) from error
-        different = [key for key, value in made_from.items() if saved.get(key) != value]
-        if different:
-            key = different[0]
-            raise UserError(
-                f"output {self.output} was made otherwise ({key}: {saved.get(key)!r}, asked "
-                f"{made_from[key]!r}); name another file, or start from scratch with --overwrite"
-            )
 
     def _resume(self, window: int, num_questions: int) -> None:
         """Keeps the complete windows."""
@@ -214,50 +210,28 @@ class AnswerFiles:
             kept = [(line, end) for line, end in lines if line["index"] < self.num_done]
             if path.exists():
                 os.truncate(path, kept[-1][1] if kept else 0)
-            self._count(line for line, _ in kept)
-
-    def _count(self, lines: Iterable[Line]) -> None:
-        self.counts.update(line.get("reason", "answered") for line in lines)
-
-
-def hash_questions(questions: Sequence[Question]) -> str:
-    """Hash of the questions, in order."""
-    digest = hashlib.sha256()
-    for question in questions:
-        digest.update(json.dumps([question.where, str(question.messages)]).encode())
-    return digest.hexdigest()
+            self.counts.update(line.get("reason", "answered") for line, _ in kept)
 
 
 def _read_lines(path: Path, key: str) -> list[tuple[Line, int]]:
     """Lines with a key, up to the first damaged one, and where each ends."""
     lines: list[tuple[Line, int]] = []
     end, last = 0, -1
-    if path.exists():
-        with path.open("rb") as file:
-            for raw in file:
-                line = _parse_line(raw, key)
-                if line is None or line["index"] <= last:
-                    if raw.endswith(b"\n"):
-                        tqdm.write(
-                            f"{path}: line {len(lines) + 1} is damaged; it and all later lines "
-                            "are asked again",
-                            file=sys.stderr,
-                        )
-                    break
-                end, last = end + len(raw), line["index"]
-                lines.append((line, end))
+    for raw in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if not raw.endswith(b"\n"):  # written in part by a killed process
+            break
+        try:
+            line = json.loads(raw)
+            _, index = line[key], line["index"]
+            is_next = index > last
+        except (ValueError, LookupError, TypeError):
+            is_next = False
+        if not is_next:
+            tqdm.write(
+                f"{path}: line {len(lines) + 1} is damaged; it and all later lines are asked again",
+                file=sys.stderr,
+            )
+            break
+        end, last = end + len(raw), index
+        lines.append((line, end))
     return lines
-
-
-def _parse_line(raw: bytes, key: str) -> Line | None:
-    try:
-        line = json.loads(raw) if raw.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return None
-    is_whole = (
-        isinstance(line, dict)
-        and isinstance(line.get("index"), int)
-        and isinstance(line.get(key), {"messages": list, "reason": str}[key])
-        and ("reason" in line) == (key == "reason")
-    )
-    return line if is_whole else None

@@ -1,5 +1,7 @@
 """Lets a target, loaded here or behind a server, answer the questions of a data set."""
 
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.whole import sole_writer
+from poss_jax.config.json_reading import json_lines
 from poss_jax.config.paths import as_path, is_uri, local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.regenerate import RegenerateConfig
@@ -31,11 +34,10 @@ from .answers import (
     Question,
     answer_files,
     answer_line,
-    hash_questions,
     open_dialogue,
     refuse_answer,
 )
-from .self_prompt import TurnWriter, find_writer, plan_questions, read_seen
+from .self_prompt import SeenQuestions, TurnWriter, find_writer, plan_questions
 from .server import ChatClient, answer_questions, hold_refusals
 
 _BATCHES_PER_WINDOW = 4
@@ -45,7 +47,7 @@ class Answerer(NamedTuple):
     """A target that answers: loaded here, or behind a server.
 
     Attributes:
-      made_from: all that decides the answers except questions and `_describe`.
+      made_from: all of it that decides the answers.
       tokenizer: its tokenizer; None if a server has it.
       window: number of questions answered together.
       answer: answers questions; yields lines of the output, some at a time.
@@ -63,20 +65,29 @@ def regenerate(config: RegenerateConfig, *, overwrite: bool) -> dict[str, Any]:
     check_writable(output)
     _check_apart(config.data.source, output)
     with sole_writer(output):
-        return _answer_remaining(config, output, overwrite=overwrite)
+        if config.server is None:
+            answerer = _load_target(config)
+        else:
+            answerer = _find_server(config, config.server)
+        return _answer_remaining(config, output, answerer, overwrite=overwrite)
 
 
-def _answer_remaining(config: RegenerateConfig, output: Path, *, overwrite: bool) -> dict[str, Any]:
-    answerer = (
-        _load_target(config) if config.server is None else _find_server(config, config.server)
-    )
+def _answer_remaining(
+    config: RegenerateConfig, output: Path, answerer: Answerer, *, overwrite: bool
+) -> dict[str, Any]:
     questions = plan_questions(config, answerer.tokenizer)
+    asked = "".join(json.dumps([one.where, str(one.messages)]) for one in questions)
+    values = config_to_dict(config)
+    names = ["sampling", "max_new_tokens", "stop", "keeps_unfinished"]
+    if config.self_prompt is not None:
+        names += [name for name in values if name.startswith("self_prompt_")]
     made_from = {
         **answerer.made_from,
-        "data": config_to_dict(config.data),
+        "data": values["data"],
         "questions": len(questions),
-        "questions_sha256": hash_questions(questions),
-        **_describe(config),
+        "questions_sha256": hashlib.sha256(asked.encode()).hexdigest(),
+        "temperatures": values["temperatures"] or None,
+        **{name: values[name] for name in names},
     }
     files = AnswerFiles(output, made_from, answerer.window, overwrite=overwrite)
     started, num_done = time.monotonic(), files.num_done
@@ -84,7 +95,8 @@ def _answer_remaining(config: RegenerateConfig, output: Path, *, overwrite: bool
     if config.server is not None and not files.num_done:
         lines_to_come = hold_refusals(lines_to_come)
     if config.self_prompt is not None:
-        lines_to_come = read_seen(files.output, num_done).drop_repeated(lines_to_come)
+        written = (line for _, line in json_lines(output)) if num_done else ()
+        lines_to_come = SeenQuestions(written).drop_repeated(lines_to_come)
     with (
         progress_bar(
             total=len(questions), initial=num_done, desc="answer", unit="chat"
@@ -130,8 +142,14 @@ def _load_target(config: RegenerateConfig) -> Answerer:
         "weights": engine.record.fingerprint,
         "chat_template": engine.tokenizer.chat_template,
         "batch_size": config.batch_size,
-        **(_describe_drafts(config, engine) if config.drafting == "sampled" else {}),
     }
+    if config.drafting == "sampled":  # then drafts decide the answers, too
+        made_from |= {
+            "drafting": config.drafting,
+            "draft": config.draft and read_record(config.draft).fingerprint,
+            "draft_vocabulary": config.draft_vocabulary,
+            "trees": {str(size): tree and asdict(tree) for size, tree in engine.trees.items()},
+        }
     return Answerer(made_from, engine.tokenizer, window, answer)
 
 
@@ -171,16 +189,6 @@ def answer_window(
     return [answer_line(*pair, engine.max_length) for pair in pairs]
 
 
-def _describe_drafts(config: RegenerateConfig, engine: Engine) -> dict[str, Any]:
-    """Describes the drafts, which decide the answers if drafts are sampled."""
-    return {
-        "drafting": config.drafting,
-        "draft": config.draft and read_record(config.draft).fingerprint,
-        "draft_vocabulary": config.draft_vocabulary,
-        "trees": {str(size): tree and asdict(tree) for size, tree in engine.trees.items()},
-    }
-
-
 def _find_server(config: RegenerateConfig, url: str) -> Answerer:
     """Finds the server that answers; its address may change between runs."""
     tokenizer = load_tokenizer(as_path(config.target)) if config.target is not None else None
@@ -198,26 +206,13 @@ def _find_server(config: RegenerateConfig, url: str) -> Answerer:
     return Answerer(made_from, tokenizer, 1, answer)
 
 
-def _describe(config: RegenerateConfig) -> dict[str, Any]:
-    """Describes the settings of answers, and of turns that the target writes."""
-    values = config_to_dict(config)
-    names = ["sampling", "max_new_tokens", "stop", "keeps_unfinished"]
-    if config.self_prompt is not None:
-        names += [name for name in values if name.startswith("self_prompt_")]
-    return {
-        "temperatures": values["temperatures"] or None,
-        **{name: values[name] for name in names},
-    }
-
-
 def _check_apart(source: str, output: Path) -> None:
     """Raises UserError if a file to write is also one to read."""
+    if is_uri(source):
+        return
+    read = {Path(str(file)).resolve() for file in matching_files(source)}
     for path in answer_files(output):
-        is_read = not is_uri(source) and path.absolute().match(os.path.abspath(as_path(source)))
-        if path.exists() and not is_read:
-            read = matching_files(source)
-            is_read = any(isinstance(file, Path) and path.samefile(file) for file in read)
-        if is_read:
+        if path.resolve() in read or path.absolute().match(os.path.abspath(as_path(source))):
             raise UserError(
                 f"source {source!r} reads {path}, which is written; name another output"
             )

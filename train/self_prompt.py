@@ -16,9 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.config.data import DataConfig
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.json_reading import json_lines
 from poss_jax.config.reading import UserError
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.data.records import Broken
@@ -50,27 +48,20 @@ def plan_questions(config: RegenerateConfig, tokenizer: Any) -> list[Question]:
         return list_questions(config.data, tokenizer)
     number = config.self_prompt
     num_given = np.floor(np.arange(number + 1) * config.source_share + 1e-9).astype(int)
-    usable = _usable(config.data, tokenizer, int(num_given[-1]))
+    listed = list_questions(config.data, tokenizer) if num_given[-1] else []
+    usable = [question for question in listed if not isinstance(question.messages, Broken)]
+    if len(usable) < num_given[-1]:
+        raise UserError(
+            f"source {config.data.source!r}: want {num_given[-1]} questions, which is its share, "
+            f"got {len(usable)}; lower source_share or self_prompt"
+        )
+    named = {"source": Path(config.data.source).stem}
+    usable = [replace(question, ids=question.ids | named) for question in usable]
     system = config.data.system_prompt
     opening = [] if system is None else [{"role": "system", "content": system}]
     empty = Question(0, "self-prompted", {"source": "self"}, opening)
     planned = (usable[start] if start < end else empty for start, end in pairwise(num_given))
     return [replace(question, index=index) for index, question in enumerate(planned)]
-
-
-def _usable(data: DataConfig, tokenizer: Any, number: int) -> list[Question]:
-    """The first usable questions of a source."""
-    if not number:
-        return []
-    listed = list_questions(data, tokenizer)
-    usable = [question for question in listed if not isinstance(question.messages, Broken)]
-    if len(usable) < number:
-        raise UserError(
-            f"source {data.source!r}: want {number} questions, which is its share, got "
-            f"{len(usable)}; lower source_share or self_prompt"
-        )
-    named = {"source": Path(data.source).stem}
-    return [replace(question, ids=question.ids | named) for question in usable[:number]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,7 +217,8 @@ class SeenQuestions:
         words = text.casefold().split()
         if " ".join(words) in self._exact:
             return "a question that was asked before"
-        shingles = _shingles(words)
+        ends = range(min(_SHINGLE, len(words)), len(words) + 1)  # a short text is one shingle
+        shingles = {" ".join(words[max(0, end - _SHINGLE) : end]) for end in ends}
         shared = Counter(chain.from_iterable(self._texts_with.get(key, ()) for key in shingles))
         for index, number in shared.items():
             if number >= _MOST_ALIKE * (len(shingles) + self._sizes[index] - number):
@@ -240,26 +232,12 @@ class SeenQuestions:
     def drop_repeated(self, answers: Lines) -> Lines:
         """Turns chats whose first question is not new into failures; yields all lines in order."""
         for lines in answers:
-            yield [self._checked(line) for line in lines]
-
-    def _checked(self, line: Line) -> Line:
-        if "reason" in line or not (reason := self.add(_first_question(line))):
-            return line
-        kept = {key: value for key, value in line.items() if key != "ended_early"}
-        return kept | {"reason": reason}
-
-
-def read_seen(path: Path, num_done: int) -> SeenQuestions:
-    """Reads the questions already in an output file."""
-    lines = (line for _, line in json_lines(path)) if num_done else ()
-    return SeenQuestions(lines)
+            for line in lines:
+                if "reason" not in line and (reason := self.add(_first_question(line))):
+                    line.pop("ended_early", None)
+                    line["reason"] = reason
+            yield lines
 
 
 def _first_question(line: Line) -> str:
     return next(turn["content"] for turn in line["messages"] if turn["role"] == "user")
-
-
-def _shingles(words: Sequence[str]) -> set[str]:
-    """All shingles of a text; a shorter text is one shingle."""
-    ends = range(min(_SHINGLE, len(words)), len(words) + 1)
-    return {" ".join(words[max(0, end - _SHINGLE) : end]) for end in ends}

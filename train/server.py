@@ -189,7 +189,7 @@ def answer_questions(
 
 
 def hold_refusals(answers: Lines) -> Lines:
-    """Holds the first lines back until the server has num_failed one question.
+    """Holds the first lines back until the server has accepted one question.
 
     Raises:
       UserError: the server refuses all of the first questions.
