@@ -152,12 +152,7 @@ def test_a_cache_of_something_else_is_refused(tmp_path, changes, difference):
     assert f"has other features ({difference}); name another folder" in str(caught.value)
 
 
-_MANIFEST = '{"made_from": {}, "shape": [7, 3, 4], "dtype": "bfloat16", "rows_per_shard": '
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{}", "[1]", '{"made_from": 3}', _MANIFEST + "0}", _MANIFEST + "Infinity}"]
-)
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"made_from": 3}'])
 def test_a_damaged_manifest_is_refused(tmp_path, content):
     written(tmp_path / "cache")
     (tmp_path / "cache" / "manifest.json").write_text(content)
@@ -194,21 +189,12 @@ def test_a_folder_that_other_hosts_do_not_see_is_refused_before_anything_is_enco
     cache.check_seen()  # it came late
 
 
-def flip_bit(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 8
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         lambda path: os.truncate(path, 130),
-        lambda path: os.truncate(path, 128 + 3 * 3 * 4 * 2),  # its checksums are gone
         Path.unlink,
         lambda path: path.write_bytes(b"PK\3\4"),  # a zip file's
-        lambda path: flip_bit(path, -1),
-        lambda path: flip_bit(path, 140),
     ],
 )
 def test_a_damaged_shard_is_named_and_written_again(tmp_path, damage):
@@ -232,7 +218,7 @@ def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path):
         yield features[6:7, :1]
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(UserError, match="No space left on device; earlier shards are kept"):
+    with pytest.raises(OSError, match=r"No space left on device: .*000002\.npy"):
         cache.write(2, parts())
     names = {path.name for path in (tmp_path / "cache").iterdir()}
     assert names == {"manifest.json", "000000.npy", "000001.npy"} and cache.missing == [2]

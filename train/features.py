@@ -4,7 +4,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.whole import hold_lock
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import local_path
-from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.reading import config_to_dict
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.features import LOCK, FeatureCache, open_cache
 from poss_jax.data.prepared import Prepared
@@ -56,9 +56,14 @@ def find_features(
     num_rows = len(prepared.train) + len(prepared.validation)
     width = (len(draft.aux_layers) + 1) * record.llama.hidden_size
     shape = num_rows, config.data.sequence_length, width
+    values, digest = config_to_dict(record), hashlib.sha256()
+    computes = [values["config"], record.weights_sha256 or values["target"]]
+    for rows in (prepared.train, prepared.validation):
+        digest.update(np.ascontiguousarray(rows.tokens).data)
+        digest.update(np.ascontiguousarray(rows.documents).data)
     made_from = {
-        "target": _hash_target(record),
-        "rows": _hash_rows(prepared),
+        "target": hashlib.sha256(json.dumps(computes, sort_keys=True).encode()).hexdigest(),
+        "rows": digest.hexdigest(),
         "computed in": jnp.dtype(dtype).name,
     }
     if draft.aux_layers:
@@ -130,12 +135,23 @@ def fill_cache(
     Raises:
       UserError: the shards cannot be written, or this process does not see them.
     """
-    rows = _join(parts)
+    names = [field.name for field in fields(Rows)]
+    rows = Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
     progress = progress_bar(
         total=len(rows), desc="features", unit="row", delay=2, disable=not is_first_process()
     )
+
+    def say(holder: str) -> None:
+        tqdm.write(f"waiting for {holder}, which writes {cache.folder}", file=sys.stderr)
+
     with ExitStack() as held, progress:
-        broadcast_from_first(lambda: held.enter_context(_claim(cache)))
+
+        def claim() -> None:
+            cache.folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(hold_lock(cache.folder / LOCK, say))
+            cache.start()
+
+        broadcast_from_first(claim)
         cache.check_seen()
         for shard in range(cache.num_shards):
             chosen = cache.rows_of(shard)
@@ -177,50 +193,9 @@ def measure_deviations(
     return tuple(np.maximum(deviations, _SMALLEST_DEVIATION * deviations.mean()).tolist())
 
 
-def _join(parts: Sequence[Rows]) -> Rows:
-    names = [field.name for field in fields(Rows)]
-    return Rows(*(np.concatenate([getattr(rows, name) for rows in parts]) for name in names))
-
-
 def _encode_rows(
     rows: Rows, chosen: range, encode_batch: EncodeFunction, batch_size: int, mesh: Mesh
 ) -> Iterator[np.ndarray]:
     for first in range(chosen.start, chosen.stop, batch_size):
         index = np.minimum(np.arange(first, first + batch_size), chosen.stop - 1)
         yield np.asarray(encode_batch(put_batch(rows[index], mesh)))[: chosen.stop - first]
-
-
-@contextmanager
-def _claim(cache: FeatureCache) -> Iterator[None]:
-    """Locks a cache for writing; other runs wait and then find it written."""
-
-    def say(holder: str) -> None:
-        tqdm.write(f"waiting for {holder}, which writes {cache.folder}", file=sys.stderr)
-
-    with ExitStack() as held:
-        try:
-            cache.folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(hold_lock(cache.folder / LOCK, say))
-            cache.start()
-        except OSError as error:
-            raise UserError(
-                f"features.cache {cache.folder} cannot be written: {error.strerror}; name "
-                "another folder"
-            ) from error
-        yield
-
-
-def _hash_target(record: ModelRecord) -> str:
-    """Hashes everything that the target computes with."""
-    values = config_to_dict(record)
-    parts = [values["config"], record.weights_sha256 or values["target"]]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _hash_rows(prepared: Prepared) -> str:
-    """Hashes everything in the rows that features depend on."""
-    digest = hashlib.sha256()
-    for rows in (prepared.train, prepared.validation):
-        for array in (rows.tokens, rows.documents):
-            digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()

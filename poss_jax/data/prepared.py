@@ -1,9 +1,7 @@
 """The rows of a run: made once, kept in its folder, the same on resume."""
 
 import hashlib
-import io
 import json
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -242,12 +240,8 @@ def _write(path: AnyPath, prepared: Prepared, made_from: str) -> None:
 
 def _read(path: AnyPath, made_from: str) -> Prepared:
     try:
-        # Reading an entry whole verifies its checksum; np.load may stop before its end.
-        with path.open("rb") as file, zipfile.ZipFile(file) as saved:
-            arrays = {
-                name.removesuffix(".npy"): np.load(io.BytesIO(saved.read(name)))
-                for name in saved.namelist()
-            }
+        with path.open("rb") as file, np.load(file) as saved:
+            arrays = dict(saved)
         rows = {
             split: Rows(**{field.name: arrays[f"{split}/{field.name}"] for field in fields(Rows)})
             for split in _PARTS
