@@ -166,7 +166,13 @@ def end_with_answer(messages: Sequence[Message]) -> list[Message]:
 def _read_asked(record: dict[str, Any]) -> list[Message] | Broken:
     turns = _turns(record)
     if turns is None and isinstance(record.get("turns"), list):
-        return _read_user_turns(record["turns"])
+        asked: list[Message] = []
+        for text in record["turns"]:
+            message = _read_turn({"role": "user", "content": text}, previous_role=None)
+            if isinstance(message, Broken):  # questions are read up to the first invalid one
+                return asked or message
+            asked.append(message | {"content": plain_text(message)})
+        return asked or Broken("empty conversation")
     if turns is None:
         question = _read_question(record)
         return question if isinstance(question, Broken) else [question]
@@ -240,17 +246,6 @@ def _read_turns(turns: list[Any]) -> tuple[list[Message], Broken | None]:
     return messages, oddity
 
 
-def _read_user_turns(texts: list[Any]) -> list[Message] | Broken:
-    """Reads questions up to the first invalid one."""
-    asked: list[Message] = []
-    for text in texts:
-        message = _read_turn({"role": "user", "content": text}, previous_role=None)
-        if isinstance(message, Broken):
-            return asked or message
-        asked.append(message | {"content": plain_text(message)})
-    return asked or Broken("empty conversation")
-
-
 def _read_turn(turn: Any, *, previous_role: str | None) -> Message | Broken:
     """Reads a turn that follows one of the role `previous_role`; its other fields are kept."""
     fields = turn if isinstance(turn, dict) else {}
@@ -266,13 +261,8 @@ def _read_turn(turn: Any, *, previous_role: str | None) -> Message | Broken:
     if content is not None:
         fields = {"content": content, **fields}
     message = {"role": role, **fields}
-    return _oddity_of_turn(message, previous_role) or message
-
-
-def _oddity_of_turn(message: Message, previous_role: str | None) -> Broken | None:
-    """Says why a turn cannot follow one of the role `previous_role`."""
-    role, calls = message["role"], _calls(message)
-    if "content" not in message and not calls:
+    calls = _calls(message)
+    if content is None and not calls:
         return Broken("a turn without text")
     if role == "assistant" and previous_role in (None, "system"):
         return _ASSISTANT_FIRST
@@ -286,7 +276,7 @@ def _oddity_of_turn(message: Message, previous_role: str | None) -> Broken | Non
         return Broken("an empty turn")
     if role == "assistant" and any(message.get(key, 1) not in (0, 1) for key in _TRAINED):
         return Broken("a weight that is not 0 or 1")
-    return None
+    return message
 
 
 def _calls(message: Message) -> bool:

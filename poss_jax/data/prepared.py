@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from poss_jax.config.reading import UserError, config_to_dict, one_line
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
 from poss_jax.data.records import Broken
 from poss_jax.data.rows import Rows, encode_documents, make_rows
-from poss_jax.data.sources import Documents, Tally, load_documents
+from poss_jax.data.sources import Documents, load_documents
 from poss_jax.data.templates import ChatTemplate, fit_chat
 from poss_jax.data.tokenizer import special_pattern
 
@@ -63,7 +63,13 @@ def prepare(
         return _read(path, made_from)
     documents = load() if load else load_documents(config)
     prepared = make_prepared(documents, config, tokenizer, vocab_size, stop_ids)
-    _write(path, prepared, made_from)
+    arrays = {
+        f"{split}/{name}": array
+        for split in _PARTS
+        for name, array in vars(getattr(prepared, split)).items()
+    }
+    with replaced(path) as partial, partial.open("wb") as file:
+        np.savez(file, made_from=made_from, report=json.dumps(prepared.report), **arrays)
     return prepared
 
 
@@ -83,16 +89,28 @@ def make_prepared(
     elif isinstance(first, str):
         _refuse_spelled_out(documents.train, config, tokenizer)
     packing = config.packing or ("stream" if isinstance(first, str) else "documents")
-    parts = {name: _Part(config, packing, vocab_size, tally) for name in _PARTS}
-    for name, split in parts.items():
-        split_documents = getattr(documents, name)
-        encoded = encode_documents(split_documents, tokenizer, template)
-        for document, sequences in zip(split_documents, encoded, strict=True):
-            split.add(document, sequences)
+    limit = None if packing == "stream" else config.sequence_length
+    parts = {name: _Sequences() for name in _PARTS}
+    for name, part in parts.items():
+        split = getattr(documents, name)
+        for document, encoded in zip(
+            split, encode_documents(split, tokenizer, template), strict=True
+        ):
+            if isinstance(encoded, list):
+                _check_vocabulary(document, encoded, vocab_size)
+                encoded = part.add(encoded, limit, trains_all=config.train_on == "all")
+            if isinstance(encoded, Broken):
+                tally.drop(_excerpt(document), encoded)
     tally.check(config.max_dropped)
-    rows = {name: split.rows() for name, split in parts.items()}
+    length = config.sequence_length
+    rows = {name: make_rows(part.kept, length, packing) for name, part in parts.items()}
     if not isinstance(first, str) and config.train_on == "assistant":
-        _check_share(config, rows["train"])
+        share = rows["train"].loss_mask.sum() / (rows["train"].documents > 0).sum()
+        if not 0 < share < 1:
+            raise UserError(
+                f"data.source {config.source!r}: want to train on some of the tokens, not all; got "
+                f"{share:.0%} of them; check the chat template or set data.train_on: all"
+            )
     report = {
         "source": config.source,
         "kind": type(first).__name__.lower().replace("str", "text"),
@@ -103,7 +121,7 @@ def make_prepared(
         "dropped": dict(tally.dropped.most_common()),
         "first_dropped": tally.first_dropped,
         "used_in_part": dict(tally.cut.most_common()),
-        **{name: split.statistics(rows[name]) for name, split in parts.items()},
+        **{name: part.statistics(rows[name], limit) for name, part in parts.items()},
     }
     return Prepared(**rows, report=report)
 
@@ -124,41 +142,36 @@ def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
     return Documents(**parts, tally=tally)
 
 
-class _Part:
-    """The sequences of one side of the split."""
+@dataclass
+class _Sequences:
+    """The sequences of one side of the split.
 
-    def __init__(self, config: DataConfig, packing: str, vocab_size: int, tally: Tally) -> None:
-        self._config, self._packing = config, packing
-        self._vocab_size, self._tally = vocab_size, tally
-        self._most = None if packing == "stream" else config.sequence_length
-        self._sequences: list[Tokens] = []
-        self._lengths: list[int] = []
-        self._split = 0
+    Attributes:
+      kept: the first tokens of each sequence that has a trained token among them.
+      lengths: their lengths before they were cut.
+      num_split: documents of several sequences.
+    """
 
-    def add(self, document: Document, sequences: list[Tokens] | Broken) -> None:
-        """Keeps the first tokens of each sequence that has a trained token."""
-        if isinstance(sequences, Broken):
-            self._tally.drop(_excerpt(document), sequences)
-            return
-        num_sequences = len(self._sequences)
+    kept: list[Tokens] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    num_split: int = 0
+
+    def add(self, sequences: list[Tokens], limit: int | None, *, trains_all: bool) -> Broken | None:
+        """Keeps the first `limit` tokens of a document's sequences; Broken: it has none to keep."""
+        num_kept = len(self.kept)
         for sequence in sequences:
-            _check_vocabulary(document, sequence.ids, self._vocab_size)
-            trained = sequence.trained | (self._config.train_on == "all")
-            if trained[: self._most].any():
-                ids, trained = sequence.ids[: self._most], trained[: self._most]
-                self._sequences.append(Tokens(ids, trained))
-                self._lengths.append(len(sequence.ids))
-        if len(self._sequences) == num_sequences:
-            where = f"the first {self._most} tokens" if self._most else "it"
-            self._tally.drop(_excerpt(document), Broken(f"nothing to learn in {where}"))
-        self._split += len(sequences) > 1
+            trained = (sequence.trained | trains_all)[:limit]
+            if trained.any():
+                self.kept.append(Tokens(sequence.ids[:limit], trained))
+                self.lengths.append(len(sequence.ids))
+        self.num_split += len(sequences) > 1
+        if len(self.kept) > num_kept:
+            return None
+        return Broken(f"nothing to learn in {f'the first {limit} tokens' if limit else 'it'}")
 
-    def rows(self) -> Rows:
-        return make_rows(self._sequences, self._config.sequence_length, self._packing)
-
-    def statistics(self, rows: Rows) -> dict[str, Any]:
+    def statistics(self, rows: Rows, limit: int | None) -> dict[str, Any]:
         """Measures documents: lengths, trained share, packing."""
-        lengths = np.asarray(self._lengths)
+        lengths = np.asarray(self.lengths)
         quantiles = np.percentile(lengths, [50, 90, 99, 100], method="lower").tolist()
         is_text = rows.documents > 0
         return {
@@ -166,8 +179,8 @@ class _Part:
             "tokens": int(is_text.sum()),
             "learnt": round(float(rows.loss_mask.sum() / is_text.sum()), 4),
             "lengths": dict(zip(("p50", "p90", "p99", "longest"), quantiles, strict=True)),
-            "truncated": 0 if self._most is None else int((lengths > self._most).sum()),
-            "split_by_answer": self._split,
+            "truncated": 0 if limit is None else int((lengths > limit).sum()),
+            "split_by_answer": self.num_split,
             "rows": len(rows),
             "filled": round(float(is_text.mean()), 4),
         }
@@ -177,22 +190,14 @@ def _excerpt(document: Document) -> str:
     return repr(content_key(document)[:60])
 
 
-def _check_vocabulary(document: Document, ids: np.ndarray, vocab_size: int) -> None:
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(outside):
-        raise UserError(
-            f"{_excerpt(document)}: want token ids of 0 to {vocab_size - 1}, got {outside[0]}; "
-            "tokenise with the target's own tokenizer"
-        )
-
-
-def _check_share(config: DataConfig, rows: Rows) -> None:
-    share = rows.loss_mask.sum() / (rows.documents > 0).sum()
-    if not 0 < share < 1:
-        raise UserError(
-            f"data.source {config.source!r}: want to train on some of the tokens, not all; got "
-            f"{share:.0%} of them; check the chat template or set data.train_on: all"
-        )
+def _check_vocabulary(document: Document, sequences: list[Tokens], vocab_size: int) -> None:
+    for sequence in sequences:
+        outside = sequence.ids[(sequence.ids < 0) | (sequence.ids >= vocab_size)]
+        if len(outside):
+            raise UserError(
+                f"{_excerpt(document)}: want token ids of 0 to {vocab_size - 1}, got {outside[0]}; "
+                "tokenise with the target's own tokenizer"
+            )
 
 
 def _refuse_spelled_out(texts: Sequence[Any], config: DataConfig, tokenizer: Any) -> None:
@@ -226,24 +231,12 @@ def _fingerprint(
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _write(path: AnyPath, prepared: Prepared, made_from: str) -> None:
-    """Writes the file atomically."""
-    arrays = {
-        f"{split}/{name}": array
-        for split in _PARTS
-        for name, array in vars(getattr(prepared, split)).items()
-    }
-    metadata = {"made_from": made_from, "report": json.dumps(prepared.report)}
-    with replaced(path) as partial, partial.open("wb") as file:
-        np.savez(file, **metadata, **arrays)
-
-
 def _read(path: AnyPath, made_from: str) -> Prepared:
     try:
         with path.open("rb") as file, np.load(file) as saved:
             arrays = dict(saved)
         rows = {
-            split: Rows(**{field.name: arrays[f"{split}/{field.name}"] for field in fields(Rows)})
+            split: Rows(**{each.name: arrays[f"{split}/{each.name}"] for each in fields(Rows)})
             for split in _PARTS
         }
         report, saved_from = json.loads(str(arrays["report"])), str(arrays["made_from"])

@@ -78,7 +78,13 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
                 f"data.source {source!r}: no such file; give a path or a glob that matches"
             )
         for path in paths:
-            yield from _read_text(path) if path.suffix == ".txt" else _read_json(path)
+            if path.suffix != ".txt":
+                yield from _read_json(path)
+                continue
+            try:
+                yield str(path), {"text": read_text(path, "utf-8-sig")}
+            except UnicodeDecodeError as error:
+                yield str(path), Broken("not UTF-8", error.reason)
     elif any((as_path(source) / name).is_file() for name in _SAVED):
         yield from _read_saved(config)
     else:
@@ -132,39 +138,30 @@ def _read_json(path: AnyPath) -> Iterator[tuple[str, Record]]:
         while (start := file.read(1)).isspace() or start in (b"\xef", b"\xbb", b"\xbf"):
             pass  # blanks and a byte-order mark
     if start == b"[":
-        yield from _read_list(path)
+        try:
+            values = parse_json(path.read_bytes(), checks_text=False)
+        except JsonError as error:
+            raise UserError(f"{path}: bad JSON: {error}; mend the file") from error
+        for number, value in enumerate(values, start=1):
+            yield f"{path}: item {number}", _read_object(value)
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield f"{path}:{number}", _parse_line(line)
+                yield f"{path}:{number}", _read_object(line)
 
 
-def _read_list(path: AnyPath) -> Iterator[tuple[str, Record]]:
+def _read_object(value: Any) -> Record:
+    """Reads a line, or checks the item of a list."""
     try:
-        values = parse_json(path.read_bytes(), checks_text=False)
-    except JsonError as error:
-        raise UserError(f"{path}: bad JSON: {error}; mend the file") from error
-    for number, value in enumerate(values, start=1):
-        try:
+        if isinstance(value, bytes):
+            value = parse_json(value.decode("utf-8-sig"))
+        else:
             check_text(value)
-            record = _check_object(value)
-        except JsonError as error:
-            record = Broken("bad JSON", str(error))
-        yield f"{path}: item {number}", record
-
-
-def _parse_line(line: bytes) -> Record:
-    try:
-        text = line.decode("utf-8-sig")
-        return _check_object(parse_json(text))
     except UnicodeDecodeError as error:
         return Broken("not UTF-8", error.reason)
     except JsonError as error:
         return Broken("bad JSON", str(error))
-
-
-def _check_object(value: Any) -> Record:
     return value if isinstance(value, dict) else Broken("not a JSON object", type(value).__name__)
 
 
@@ -208,17 +205,12 @@ def _read_hub(config: DataConfig) -> Iterator[tuple[str, Record]]:
 
 def matching_files(pattern: str) -> list[AnyPath]:
     """Lists the files that a path, a URI or a glob names, in order."""
-    if is_uri(pattern):
-        return _matching_objects(pattern)
-    path = as_path(pattern)
-    names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
-    return [Path(name) for name in names if Path(name).is_file()]
-
-
-def _matching_objects(pattern: str) -> list[AnyPath]:
     path = as_path(pattern)
     if path.is_file():
         return [path]
+    if not is_uri(pattern):
+        names = sorted(glob.glob(str(path), recursive=True))
+        return [Path(name) for name in names if Path(name).is_file()]
     if "**" in pattern:
         raise UserError(f"data.source {pattern!r}: URIs take * but not **; name one folder")
     root = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))

@@ -19,7 +19,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -51,18 +50,6 @@ class Step(NamedTuple):
     is_asking: bool
 
 
-class Part(NamedTuple):
-    """A rendered text, given by its difference from the one before.
-
-    Attributes:
-      shared: length of the common prefix; 0 for the first text.
-      text: what follows them.
-    """
-
-    shared: int
-    text: str
-
-
 def render_chat(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
@@ -74,7 +61,7 @@ def render_chat(
 ) -> str:
     """Renders a whole chat (see `render_steps`)."""
     settings: Any = {"template": template, "tools": tools, "variables": variables}
-    return render_steps(tokenizer, messages, [Step(len(messages), is_asking)], **settings)[0].text
+    return render_steps(tokenizer, messages, [Step(len(messages), is_asking)], **settings)[0]
 
 
 def render_steps(
@@ -85,7 +72,7 @@ def render_steps(
     template: str | None = None,
     tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] = MappingProxyType({}),
-) -> list[Part]:
+) -> list[str]:
     """Renders prefixes of a chat as `tokenizer.apply_chat_template` does.
 
     Args:
@@ -101,7 +88,7 @@ def render_steps(
 
     # As transformers, without keys that have no value.
     chat = [{k: message[k] for k in message if message[k] is not None} for message in messages]
-    parts, previous = list[Part](), ""
+    texts: list[str] = []
     try:
         chosen = tokenizer.get_chat_template(template, tools)
         settings = dict(variables) | tokenizer.special_tokens_map
@@ -110,31 +97,14 @@ def render_steps(
             settings["add_generation_prompt"] = is_asking
             (text,), _ = render_jinja_template(conversations=[chat[:end]], **settings)
             text.encode()
-            parts.append(_difference(previous, text))
-            previous = text
+            texts.append(text)
     except UnicodeEncodeError as error:
         raise RenderError(f"want text as UTF-8, got half a character ({error.reason})") from error
     except (TemplateError, ValueError) as error:
         raise RenderError(one_line(error)) from error
     except Exception as error:  # any error of the template's operations
         raise RenderError(f"{type(error).__name__}: {one_line(error)}") from error
-    return parts
-
-
-def join_parts(parts: Sequence[Part]) -> list[str]:
-    """Whole texts of parts, the first of which shares nothing."""
-    texts = accumulate(parts, lambda text, piece: text[: piece.shared] + piece.text, initial="")
-    return [*texts][1:]
-
-
-def _difference(previous: str, text: str) -> Part:
-    """Compares a text with the one before, by halves."""
-    low, high = 0, min(len(previous), len(text))
-    while low < high:
-        middle = (low + high + 1) // 2
-        is_same = previous[low:middle] == text[low:middle]
-        low, high = (middle, high) if is_same else (low, middle - 1)
-    return Part(low, text[low:])
+    return texts
 
 
 class _Marks(NamedTuple):
@@ -142,11 +112,13 @@ class _Marks(NamedTuple):
 
     Attributes:
       ids: id of each, by its text.
+      names: unguessable name of each, by its text.
       reserved: their ids except the unknown token's, which any text may give.
       pattern: matches them if a text spells them out.
     """
 
     ids: dict[str, int]
+    names: dict[str, str]
     reserved: frozenset[int]
     pattern: re.Pattern[str]
 
@@ -182,20 +154,18 @@ def find_left_out(
         for index, message in enumerate(messages)
         if (message.get("content") or "").strip()
     }
-    text = render([_label(turn, labels.get(index, "")) for index, turn in enumerate(messages)])
+    labelled = list(messages)
+    for index, label in labels.items():
+        message = messages[index]
+        labelled[index] = message | {"content": message["content"] + label}
+        if calls := message.get("tool_calls"):
+            labelled[index]["tool_calls"] = _label_names(calls, label)
+    text = render(labelled)
     return min(labels.keys() - set(map(int, _LABELLED.findall(text))), default=None)
 
 
-def _label(message: dict[str, Any], label: str) -> dict[str, Any]:
-    """Puts a label behind a message's text, and behind the names of the functions it calls."""
-    if not label:
-        return message
-    calls = message.get("tool_calls")
-    message = message | {"content": message["content"] + label}
-    return message | ({"tool_calls": _label_names(calls, label)} if calls else {})
-
-
 def _label_names(value: Any, label: str) -> Any:
+    """Puts a label behind the names of the functions that a message calls."""
     if isinstance(value, list):
         return [_label_names(item, label) for item in value]
     if isinstance(value, dict):
@@ -220,43 +190,28 @@ def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
         return_attention_mask=False,
         return_token_type_ids=False,
     )["input_ids"]
-    return [
-        _encode_apart(tokenizer, text) if _has_foreign_mark(tokenizer, text, ids) else list(ids)
-        for text, ids in zip(texts, encoded, strict=True)
-    ]
-
-
-def _has_foreign_mark(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
-    """True if a special token is hidden in a text, or arises without its name being there.
-
-    Some tokenizers normalise letters before they look for special tokens.
-    """
-    if _STAND_IN.search(text):
-        return True
     marks = _find_marks(tokenizer)
-    counts = Counter(token for token in ids if token in marks.reserved)
-    return bool(counts - Counter(marks.ids[name] for name in marks.pattern.findall(text)))
-
-
-def _encode_apart(tokenizer: Any, text: str) -> list[int]:
-    """Encodes the template's special tokens as tokens and the hidden ones as plain text."""
-    marks, renamed = _find_marks(tokenizer), _rename_marks(tokenizer)
-    names, spelled = _names(marks), list(marks.ids)
-    renamed_text = marks.pattern.sub(lambda match: names[match.group()], text)
-    plain = _STAND_IN.sub(lambda match: spelled[int(match.group(1))], renamed_text)
-    return renamed.encode(plain, add_special_tokens=False).ids
+    spelled, rows = list(marks.ids), list[list[int]]()
+    for text, ids in zip(texts, encoded, strict=True):
+        # Some tokenizers normalise letters before they look for special tokens, so that one arises
+        # without its name being there.
+        counts = Counter(token for token in ids if token in marks.reserved)
+        named = Counter(marks.ids[name] for name in marks.pattern.findall(text))
+        if _STAND_IN.search(text) or counts - named:
+            renamed = marks.pattern.sub(lambda match: marks.names[match.group()], text)
+            plain = _STAND_IN.sub(lambda match: spelled[int(match.group(1))], renamed)
+            ids = _rename_marks(tokenizer).encode(plain, add_special_tokens=False).ids
+        rows.append(list(ids))
+    return rows
 
 
 @lru_cache(maxsize=8)
 def _find_marks(tokenizer: Any) -> _Marks:
     added = tokenizer.added_tokens_decoder
     ids = {token.content: token_id for token_id, token in added.items() if token.special}
+    names = {text: _NAME.format(index) for index, text in enumerate(ids)}
     reserved = frozenset(ids.values()) - {tokenizer.unk_token_id}
-    return _Marks(ids, reserved, special_pattern(tokenizer))
-
-
-def _names(marks: _Marks) -> dict[str, str]:
-    return {text: _NAME.format(index) for index, text in enumerate(marks.ids)}
+    return _Marks(ids, names, reserved, special_pattern(tokenizer))
 
 
 @lru_cache(maxsize=8)
@@ -265,7 +220,7 @@ def _rename_marks(tokenizer: Any) -> Any:
     from tokenizers import Tokenizer
 
     marks = _find_marks(tokenizer)
-    names = _names(marks)
+    names = marks.names
     try:
         state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"post_processor": None}
         state |= {"truncation": None, "padding": None}
@@ -279,15 +234,11 @@ def _rename_marks(tokenizer: Any) -> Any:
         if "unk_token" in model:
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
         renamed = Tokenizer.from_str(json.dumps(state))
+        if any(renamed.token_to_id(names[text]) != i for text, i in marks.ids.items()):
+            raise ValueError("a special token has another id")
     except Exception as error:  # the tokenizer's Rust side raises nothing narrower
-        raise _cannot_tell() from error
-    if any(renamed.token_to_id(names[text]) != token_id for text, token_id in marks.ids.items()):
-        raise _cannot_tell()
+        raise UserError(
+            "messages: a special token is spelled out in one, and this tokenizer cannot tell it "
+            "from its own; leave it out"
+        ) from error
     return renamed
-
-
-def _cannot_tell() -> UserError:
-    return UserError(
-        "messages: a special token is spelled out in one, and this tokenizer cannot tell it from "
-        "its own; leave it out"
-    )

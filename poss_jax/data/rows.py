@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from poss_jax.config.reading import UserError
-from poss_jax.data.conversations import Chat, Document, Rendered, Tokens
+from poss_jax.data.conversations import Chat, Document, Tokens
 from poss_jax.data.progress import progress_bar
 from poss_jax.data.records import Broken
 from poss_jax.data.rendering import encode_rendered
@@ -54,7 +55,16 @@ def make_rows(sequences: Sequence[Tokens], length: int, packing: str) -> Rows:
       UserError: the sequences do not fill one row.
     """
     if packing == "stream":
-        return _chop(sequences, length)
+        tokens = np.concatenate([np.zeros(0, np.int32), *(each.ids for each in sequences)])
+        trained = np.concatenate([np.zeros(0, bool), *(each.trained for each in sequences)])
+        shape = len(tokens) // length, length
+        if not shape[0]:
+            raise UserError(
+                f"want a row of {length} tokens, got {len(tokens)} tokens in {len(sequences)} "
+                "documents; give more text or lower data.sequence_length"
+            )
+        tokens, trained = (array[: math.prod(shape)].reshape(shape) for array in (tokens, trained))
+        return Rows(tokens.astype(np.int32), trained, np.ones(shape, np.int32))
     if not sequences:
         raise UserError(
             "want documents to train on and some to hold out, got none with a token to train on; "
@@ -117,19 +127,6 @@ def rows_at(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
     return np.array([_epoch_order(num_rows, seed, epoch)[i] for epoch, i in shuffled])
 
 
-def _chop(sequences: Sequence[Tokens], length: int) -> Rows:
-    tokens = np.concatenate([np.zeros(0, np.int32), *(sequence.ids for sequence in sequences)])
-    trained = np.concatenate([np.zeros(0, bool), *(sequence.trained for sequence in sequences)])
-    rows = len(tokens) // length
-    if not rows:
-        raise UserError(
-            f"want a row of {length} tokens, got {len(tokens)} tokens in {len(sequences)} "
-            "documents; give more text or lower data.sequence_length"
-        )
-    tokens, trained = (array[: rows * length].reshape(rows, length) for array in (tokens, trained))
-    return Rows(tokens.astype(np.int32), trained, np.ones(tokens.shape, np.int32))
-
-
 @functools.lru_cache(maxsize=4)
 def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(num_rows)
@@ -152,29 +149,24 @@ def encode_documents(
     """
     with progress_bar(total=len(documents), desc="tokenise", unit="doc", delay=2) as progress:
         for start in range(0, len(documents), _DOCUMENTS_PER_CHUNK):
-            chunk = documents[start : start + _DOCUMENTS_PER_CHUNK]
+            chunk: Sequence[Any] = documents[start : start + _DOCUMENTS_PER_CHUNK]
             if isinstance(chunk[0], Tokens):
-                yield from ([tokens] for tokens in chunk if isinstance(tokens, Tokens))
+                yield from ([tokens] for tokens in chunk)
             elif isinstance(chunk[0], str):
-                yield from _encode_texts(chunk, tokenizer)
+                bos, eos = special_ids(tokenizer, "bos"), special_ids(tokenizer, "eos")
+                for ids in encode_plain(tokenizer, chunk):
+                    row = np.asarray([*bos, *ids, *eos], np.int32)
+                    yield [Tokens(row, np.ones(len(row), bool))]
             else:
                 assert template is not None
-                yield from _encode_chats([_render(chat, template) for chat in chunk], tokenizer)
+                rendered = [
+                    template.render(document)
+                    if isinstance(document, Chat)
+                    else template.find_answers(document.text)
+                    for document in chunk
+                ]
+                yield from _encode_chats(rendered, tokenizer)
             progress.update(len(chunk))
-
-
-def _encode_texts(texts: Sequence[Any], tokenizer: Any) -> Iterator[list[Tokens]]:
-    bos, eos = special_ids(tokenizer, "bos"), special_ids(tokenizer, "eos")
-    for ids in encode_plain(tokenizer, texts):
-        row = np.asarray([*bos, *ids, *eos], np.int32)
-        yield [Tokens(row, np.ones(len(row), bool))]
-
-
-def _render(document: Document, template: ChatTemplate) -> list[RenderedChat] | Broken:
-    if isinstance(document, Chat):
-        return template.render(document)
-    assert isinstance(document, Rendered)
-    return template.find_answers(document.text)
 
 
 def _encode_chats(

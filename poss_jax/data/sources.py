@@ -1,9 +1,7 @@
 """Documents of a data set, the tally of its records, and the held-out split."""
 
 import hashlib
-import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from poss_jax.config.data import DataConfig
@@ -74,13 +72,32 @@ def load_documents(config: DataConfig) -> Documents:
     Raises:
       UserError: nothing to read, too many unusable records, or an empty side of the split.
     """
-    documents = Documents([], [], Tally(config.source))
-    usable = _usable_documents(config, documents.tally)
-    for key, document in itertools.islice(usable, config.max_documents):
-        side = documents.validation if _is_held_out(key, config) else documents.train
-        side.append(document)
-    documents.tally.check(config.max_dropped)
-    if not documents.tally.records:
+    tally = Tally(config.source)
+    documents = Documents([], [], tally)
+    kind = None if config.format == "auto" else config.format
+    for where, record in progress_bar(read_records(config), desc="read", unit="rec", delay=2):
+        tally.records += 1
+        document, left_out = record, ""
+        if isinstance(record, dict):
+            kind = kind or detect_format(record)
+            document, left_out = read_document(record, kind)
+        if isinstance(document, Broken):
+            tally.drop(where, document)
+            continue
+        tally.cut.update([left_out] if left_out else [])
+        key = where if config.is_code else content_key(document)  # decides the side
+        package = key.partition("/")[0]
+        if config.held_out:
+            is_held_out = package in config.held_out
+        else:
+            decides = key if config.packages is None else package
+            digest = hashlib.blake2b(decides.encode(), digest_size=8).digest()
+            is_held_out = int.from_bytes(digest, "big") / 2**64 < config.validation_fraction
+        (documents.validation if is_held_out else documents.train).append(document)
+        if len(documents.train) + len(documents.validation) == config.max_documents:
+            break
+    tally.check(config.max_dropped)
+    if not tally.records:
         raise UserError(f"data.source {config.source!r}: want documents, got empty files")
     if not (documents.train and documents.validation):
         raise UserError(
@@ -89,29 +106,3 @@ def load_documents(config: DataConfig) -> Documents:
             "decides its side; give more documents, or change data.validation_fraction"
         )
     return documents
-
-
-def _usable_documents(config: DataConfig, tally: Tally) -> Iterator[tuple[str, Document]]:
-    """Yields (key that decides the side of the split, document)."""
-    kind = None if config.format == "auto" else config.format
-    for where, record in progress_bar(read_records(config), desc="read", unit="rec", delay=2):
-        tally.records += 1
-        if isinstance(record, dict):
-            kind = kind or detect_format(record)
-            document, left_out = read_document(record, kind)
-        else:
-            document, left_out = record, ""
-        if isinstance(document, Broken):
-            tally.drop(where, document)
-            continue
-        tally.cut.update([left_out] if left_out else [])
-        yield where if config.is_code else content_key(document), document
-
-
-def _is_held_out(key: str, config: DataConfig) -> bool:
-    package = key.partition("/")[0]
-    if config.held_out:
-        return package in config.held_out
-    decides = key if config.packages is None else package
-    digest = hashlib.blake2b(decides.encode(), digest_size=8).digest()  # the same everywhere
-    return int.from_bytes(digest, "big") / 2**64 < config.validation_fraction

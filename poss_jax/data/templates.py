@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, pairwise
 from typing import Any
 
 from poss_jax.config.paths import as_path, read_text
@@ -27,7 +27,7 @@ from poss_jax.data.conversations import (
     plain_text,
 )
 from poss_jax.data.records import Broken
-from poss_jax.data.rendering import Part, RenderError, Step, join_parts, render_steps
+from poss_jax.data.rendering import RenderError, Step, render_steps
 from poss_jax.data.tokenizer import match_any, special_ids
 from poss_jax.data.turns import ANSWER, QUESTION, learn_turns
 
@@ -110,8 +110,8 @@ class ChatTemplate:
         if isinstance(turns, Broken):
             raise UserError(f"chat template ({self.name}): {turns}; set data.template to another")
         self._turns = turns
-        learnt = turns.example[: self._length_trained(turns.example)]
-        self.ends_turns = bool(self._special_end.search(learnt))
+        trained = turns.example[: self._length_trained(turns.example)]
+        self.ends_turns = bool(self._special_end.search(trained))
 
     def render(self, chat: Chat) -> list[RenderedChat] | Broken:
         """Renders a chat whose last turn is an assistant's.
@@ -126,13 +126,27 @@ class ChatTemplate:
             if match := self._special.search(text):
                 return Broken("a special token is spelled out", match.group())
         try:
-            parts = self.write_answers(chat)
+            texts = self.write_answers(chat)
         except RenderError as error:
             return _explain(error)
+        is_one, end, previous, spans = True, 0, "", []
+        for prompt, answered in zip(texts[::2], texts[1::2], strict=True):
+            # A template may drop what it writes after an answer's end once another turn follows.
+            is_one &= prompt.startswith(previous[:end])
+            if not answered.startswith(prompt):
+                return Broken(
+                    "the chat template begins a finished answer otherwise than it asks for it"
+                )
+            end = len(prompt) + self._length_trained(answered[len(prompt) :])
+            spans.append((len(prompt), end))
+            previous = answered
         trained = [is_trained(turn) for turn in chat.messages if turn["role"] == "assistant"]
-        return self._join(parts, trained)
+        if is_one:
+            return [RenderedChat(previous, list(compress(spans, trained)))]
+        chats = (RenderedChat(text, [span]) for text, span in zip(texts[1::2], spans, strict=True))
+        return list(compress(chats, trained))
 
-    def write_answers(self, chat: Chat) -> list[Part]:
+    def write_answers(self, chat: Chat) -> list[str]:
         """Renders, for every answer, the chat up to its prompt and up to its end.
 
         Raises:
@@ -141,10 +155,15 @@ class ChatTemplate:
         messages, tools = chat.messages, chat.tools
         if self._system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
-        messages = [self._settle_content(message) for message in messages]
-        ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
-        steps = [step for end in ends for step in (Step(end - 1, True), Step(end, False))]
-        return render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
+        settled, steps = list[Message](), list[Step]()
+        for index, message in enumerate(messages):
+            is_in_parts = isinstance(message.get("content"), list)
+            if is_in_parts and message["role"] not in self._roles_of_parts:
+                message = message | {"content": plain_text(message)}
+            settled.append(message)
+            if message["role"] == "assistant":
+                steps += [Step(index, True), Step(index + 1, False)]
+        return self._write(settled, steps, tools)
 
     def find_answers(self, text: str) -> list[RenderedChat] | Broken:
         """Finds the answers in a chat already rendered by this template.
@@ -176,17 +195,7 @@ class ChatTemplate:
     def _write(
         self, messages: Sequence[Message], steps: Sequence[Step], tools: list[Any] | None = None
     ) -> list[str]:
-        """Renders texts of a small chat whole; raises RenderError."""
-        return join_parts(
-            render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
-        )
-
-    def _settle_content(self, message: Message) -> Message:
-        """Joins text parts if the template takes plain text only."""
-        is_text = isinstance(message.get("content", ""), str)
-        if is_text or message["role"] in self._roles_of_parts:
-            return message
-        return message | {"content": plain_text(message)}
+        return render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
 
     @functools.cached_property
     def _roles_of_parts(self) -> frozenset[str]:
@@ -200,27 +209,6 @@ class ChatTemplate:
                 if self._write([*chat[:index], in_parts, *chat[index + 1 :]], steps) == expected:
                     roles.add(message["role"])
         return frozenset(roles | ({"system", "tool"} if "user" in roles else set()))
-
-    def _join(self, parts: Sequence[Part], trained: Sequence[bool]) -> list[RenderedChat] | Broken:
-        """Joins parts to one text, or to one per answer if a prompt changes the earlier turns.
-
-        A template may drop what it writes after an answer's end once another turn follows.
-        """
-        is_one, end, spans = True, 0, []
-        for prompt, answer in zip(parts[::2], parts[1::2], strict=True):
-            is_one &= prompt.shared >= end
-            begin = prompt.shared + len(prompt.text)
-            if answer.shared < begin:
-                return Broken(
-                    "the chat template begins a finished answer otherwise than it asks for it"
-                )
-            end = begin + self._length_trained(answer.text)
-            spans.append((begin, end))
-        texts = join_parts(parts)[1::2]
-        if is_one:
-            return [RenderedChat(texts[-1], list(compress(spans, trained)))]
-        chats = (RenderedChat(text, [span]) for text, span in zip(texts, spans, strict=True))
-        return list(compress(chats, trained))
 
     def _length_trained(self, answer: str) -> int:
         """Trained length: to the target's stop token, else to a special token before whitespace."""
@@ -324,28 +312,36 @@ def _bare_chats(chat: Chat) -> Iterator[tuple[str, set[int], Chat]]:
         yield "results of tools", held, replace(chat, messages=bare)
 
 
-def _write(chat: Chat, template: ChatTemplate) -> list[Part] | None:
+def _write(chat: Chat, template: ChatTemplate) -> list[str] | None:
+    """What each text of `write_answers` adds to the one before; None if the template refuses."""
     try:
-        return template.write_answers(chat)
+        texts = template.write_answers(chat)
     except RenderError:
         return None
+    return [text[_num_shared(before, text) :] for before, text in pairwise(["", *texts])]
 
 
-def _first_same(
-    chat: Chat, held: set[int], full: Sequence[Part], bare: Sequence[Part] | None
-) -> int:
+def _num_shared(first: str, second: str) -> int:
+    """Length of the common start, found by halves."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_same = first[low:middle] == second[low:middle]
+        low, high = (middle, high) if is_same else (low, middle - 1)
+    return low
+
+
+def _first_same(chat: Chat, held: set[int], full: Sequence[str], bare: Sequence[str] | None) -> int:
     """Index of the first turn that is written the same without its field; else their number.
 
     An answer is written in its own part, other turns in the prompt of the next answer. If a
     template refuses the bare chat, it needs the field.
     """
-    if bare is None:
-        return len(chat.messages)
     num_answered = 0
-    for index, turn in enumerate(chat.messages):
+    for index, turn in enumerate(chat.messages if bare is not None else ()):
         is_answer = turn["role"] == "assistant"
         part_index = 2 * num_answered + is_answer
-        if index in held and full[part_index].text == bare[part_index].text:
+        if index in held and full[part_index] == bare[part_index]:
             return index
         num_answered += is_answer
     return len(chat.messages)

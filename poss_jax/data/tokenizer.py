@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poss_jax.checkpoint.record import TOKENIZER_FILES
@@ -82,22 +81,18 @@ def load_tokenizer(folder: AnyPath) -> "transformers.PreTrainedTokenizerBase":
         tokenizer file that `check_own_file` refuses.
     """
     with local_files(folder, TOKENIZER_FILES) as local:
-        return _load_local(local, folder)
-
-
-def _load_local(folder: Path, origin: AnyPath) -> "transformers.PreTrainedTokenizerBase":
-    for path in folder.glob("*.*"):
-        if path.suffix in _SUFFIXES:
-            check_own_file(path)
-    has_json = (folder / "tokenizer.json").exists()  # else AutoTokenizer converts (imports torch)
-    kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
-    with errors_of_tokenizer(f"{origin}: want a tokenizer, got", "copy its files there"):
-        return getattr(_transformers(), kind).from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            clean_up_tokenization_spaces=False,  # older versions take spaces out of decoded text
-        )
+        for path in local.glob("*.*"):
+            if path.suffix in _SUFFIXES:
+                check_own_file(path)
+        has_json = (local / "tokenizer.json").exists()  # else AutoTokenizer converts, with torch
+        kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
+        with errors_of_tokenizer(f"{folder}: want a tokenizer, got", "copy its files there"):
+            return getattr(_transformers(), kind).from_pretrained(
+                local,
+                local_files_only=True,
+                trust_remote_code=False,
+                clean_up_tokenization_spaces=False,  # older versions take spaces out of texts
+            )
 
 
 def call_tokenizer(tokenizer: Any, texts: Any, **settings: Any) -> Any:

@@ -94,7 +94,10 @@ def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) ->
     seen = _look(write, special, _CHAT, ANSWER)
     if isinstance(seen, Broken):
         return seen
-    call = _look_at_call(write, special)
+    call = None
+    with suppress(RenderError):  # a template may have no tools
+        call = _look(write, special, _CALLING, _WORD, _TOOLS)
+    call = None if isinstance(call, Broken) else call
     marks, followed_ends = set(stops), set[str]()
     for sight in filter(None, (seen, call)):
         same, different = _end_marks(sight, special, match_any(stops))
@@ -147,15 +150,6 @@ def _look(
         followed=followed,
         last=last,
     )
-
-
-def _look_at_call(write: Write, special: re.Pattern[str]) -> _Sight | None:
-    """Like `_look` with an answer that calls a tool; None if the template has no tools."""
-    try:
-        seen = _look(write, special, _CALLING, _WORD, _TOOLS)
-    except RenderError:
-        return None
-    return None if isinstance(seen, Broken) else seen
 
 
 def _end_marks(
