@@ -195,7 +195,13 @@ def preemption_notice() -> Iterator[Callable[[int], bool]]:
     the process at once.
     """
     if jax.distributed.is_initialized():
-        yield _all_processes_stop
+
+        def all_stop(step: int) -> bool:
+            if is_reached := multihost_utils.reached_preemption_sync_point(step):
+                _quit_at_the_next_signal()
+            return is_reached
+
+        yield all_stop
         return
     told = threading.Event()
 
@@ -212,13 +218,6 @@ def preemption_notice() -> Iterator[Callable[[int], bool]]:
     finally:
         for name, handler in (handlers or {}).items():
             signal.signal(name, handler)
-
-
-def _all_processes_stop(step: int) -> bool:
-    is_reached = multihost_utils.reached_preemption_sync_point(step)
-    if is_reached:
-        _quit_at_the_next_signal()
-    return is_reached
 
 
 def _quit_at_the_next_signal() -> None:

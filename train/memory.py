@@ -111,7 +111,16 @@ def describe_devices(planned: PlannedStep, compile_for: str | None) -> dict[str,
     """
     numbers: dict[str, Any] = {name: bytes_per_device(tree) for name, tree in planned.kept.items()}
     numbers["total_kept"] = sum(numbers.values())
-    lines = [*_describe_placement(planned), _describe_numbers("memory", numbers)]
+    lines = [f"placed    {'array':42} {'shape':18} {'cut by':20} on each device"]
+    trees = {name: tree for name, tree in planned.kept.items() if name != "optimizer"}
+    for path, leaf in jax.tree.leaves_with_path(trees):
+        name, shape = jax.tree_util.keystr(path, simple=True, separator="/"), map(str, leaf.shape)
+        cut = " ".join(
+            axes if isinstance(axes, str) else "+".join(axes or "-") for axes in leaf.sharding.spec
+        )
+        size = _size(bytes_per_device(leaf))
+        lines.append(f"          {name:42} {' '.join(shape):18} {cut:20} {size}")
+    lines.append(_describe_numbers("memory", numbers))
     if compile_for is not None:
         compiled = compile_memory(planned)
         lines.append(_describe_numbers("compiled", compiled))
@@ -140,20 +149,6 @@ def check_memory(planned: PlannedStep) -> None:
 def compile_memory(planned: PlannedStep) -> dict[str, int]:
     """Bytes per device as the compiler plans them; takes a minute or more for a large model."""
     return planned_memory(planned.step.lower(planned.state, *planned.inputs).compile())
-
-
-def _describe_placement(planned: PlannedStep) -> list[str]:
-    """Describes which axes shard every array, and what a device then holds."""
-    lines = [f"placed    {'array':42} {'shape':18} {'cut by':20} on each device"]
-    trees = {name: tree for name, tree in planned.kept.items() if name != "optimizer"}
-    for path, leaf in jax.tree.leaves_with_path(trees):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        cut = " ".join(
-            axes if isinstance(axes, str) else "+".join(axes or "-") for axes in leaf.sharding.spec
-        )
-        shape = " ".join(map(str, leaf.shape))
-        lines.append(f"          {name:42} {shape:18} {cut:20} {_size(bytes_per_device(leaf))}")
-    return lines
 
 
 def _describe_numbers(title: str, numbers: dict[str, int]) -> str:

@@ -57,15 +57,20 @@ class RunMetrics:
     @property
     def best(self) -> dict[str, Any]:
         """The validation with the longest acceptance length or, of a target, the lowest loss."""
+
+        def score(validation: dict[str, Any]) -> float:
+            length = validation.get("simulated_acceptance_length")
+            return -validation["validation_loss"] if length is None else length
+
         # On ties the newest, as the run itself chooses.
-        return max(reversed(self.validations), key=_score)
+        return max(reversed(self.validations), key=score)
 
 
 def read_run(folder: str) -> RunMetrics:
     """Reads the metrics of a run, which may still be running.
 
     Raises:
-      UserError: no run, a line that lacks what the table or the plot needs, or no validation yet.
+      UserError: no run, or no validation yet.
     """
     path = as_path(folder)
     try:
@@ -78,21 +83,11 @@ def read_run(folder: str) -> RunMetrics:
             validations=[line for line in lines if "validation_loss" in line],
             spans=config["specialists"]["positions_per_specialist"],
         )
-        if run.validations:
-            _look_up(run)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{folder} holds no metrics of a training run; give its folder") from error
     if not run.validations:
         raise UserError(f"{folder} has no validation yet; wait for one")
     return run
-
-
-def _look_up(run: RunMetrics) -> None:
-    """Raises LookupError or the like if a line lacks a value that the table or the plot needs."""
-    format_table([run])
-    for line in (*run.steps, *run.validations):
-        _ = line["step"] + _mean(line["loss"] if "loss" in line else line["validation_loss"])
-    _ = [line["simulated_acceptance_length"] for line in run.validations if run.specialists]
 
 
 def format_table(runs: list[RunMetrics]) -> str:
@@ -120,15 +115,28 @@ def plot_runs(runs: list[RunMetrics], path: Path) -> None:
     from matplotlib import pyplot
 
     drafts = [run for run in runs if run.specialists]
+    depths = range(max((len(run.specialists) for run in drafts), default=0))
     size = 2 if drafts else 1
     figure, grid = pyplot.subplots(
         size, size, figsize=(5 * size, 3.5 * size), layout="constrained", squeeze=False
     )
-    _draw_losses(grid[0, 0], runs)
+    for run in runs:
+        steps, losses = [line["step"] for line in run.steps], [line["loss"] for line in run.steps]
+        (drawn,) = grid[0, 0].plot(steps, losses, alpha=0.5)
+        steps = [line["step"] for line in run.validations]
+        losses = [_mean(line["validation_loss"]) for line in run.validations]
+        grid[0, 0].plot(steps, losses, "o-", color=drawn.get_color(), label=run.name)
+    grid[0, 0].set(xlabel="step", ylabel="loss (dots: validation)", yscale="log")
+    for run in drafts:
+        points = [(line["step"], line["simulated_acceptance_length"]) for line in run.validations]
+        grid[0, 1].plot(*zip(*points, strict=True), "o-", label=run.name)
+        for axes, key in zip(grid[1], ("agreement", "feature_cosine"), strict=True):
+            if key in run.best:
+                axes.plot(range(len(run.specialists)), run.best[key], "o-", label=run.name)
     if drafts:
-        _draw_acceptance(grid[0, 1], drafts)
-        _draw_by_depth(grid[1, 0], drafts, "agreement", "top-1 agreement with the target")
-        _draw_by_depth(grid[1, 1], drafts, "feature_cosine", "cosine with the target's feature")
+        grid[0, 1].set(xlabel="step", ylabel="simulated acceptance length")
+        grid[1, 0].set(xlabel="depth", ylabel="top-1 agreement with the target", xticks=depths)
+        grid[1, 1].set(xlabel="depth", ylabel="cosine with the target's feature", xticks=depths)
     for axes in grid.flat:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
@@ -139,36 +147,6 @@ def plot_runs(runs: list[RunMetrics], path: Path) -> None:
         raise UserError(f"cannot draw {path}: {error}; name a .png or .pdf") from error
     finally:
         pyplot.close(figure)
-
-
-def _draw_losses(axes: Any, runs: list[RunMetrics]) -> None:
-    """Draws lines for training, dots for validation."""
-    for run in runs:
-        steps, losses = [line["step"] for line in run.steps], [line["loss"] for line in run.steps]
-        (drawn,) = axes.plot(steps, losses, alpha=0.5)
-        steps = [line["step"] for line in run.validations]
-        losses = [_mean(line["validation_loss"]) for line in run.validations]
-        axes.plot(steps, losses, "o-", color=drawn.get_color(), label=run.name)
-    axes.set(xlabel="step", ylabel="loss (dots: validation)", yscale="log")
-
-
-def _draw_acceptance(axes: Any, drafts: list[RunMetrics]) -> None:
-    for run in drafts:
-        points = [(line["step"], line["simulated_acceptance_length"]) for line in run.validations]
-        axes.plot(*zip(*points, strict=True), "o-", label=run.name)
-    axes.set(xlabel="step", ylabel="simulated acceptance length")
-
-
-def _draw_by_depth(axes: Any, drafts: list[RunMetrics], key: str, label: str) -> None:
-    for run in drafts:
-        if key in run.best:
-            axes.plot(range(len(run.specialists)), run.best[key], "o-", label=run.name)
-    axes.set(xlabel="depth", ylabel=label, xticks=range(max(len(r.specialists) for r in drafts)))
-
-
-def _score(validation: dict[str, Any]) -> float:
-    length = validation.get("simulated_acceptance_length")
-    return -validation["validation_loss"] if length is None else length
 
 
 def _mean(loss: float | list[float]) -> float:

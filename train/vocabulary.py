@@ -17,8 +17,6 @@ from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.program.output import check_new_file, show_rows
 
-_SMALLEST_SHOWN = 16
-
 
 def count(args: argparse.Namespace) -> dict[str, Any]:
     """Counts, prints coverages, and writes the vocabulary that is wanted; returns the summary."""
@@ -35,23 +33,17 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
         tokens = choose_tokens(trained, size)
         summary |= {"size": size, "coverage": coverage_of(trained, tokens)}
         if args.output is not None:
-            write_draft_vocabulary(args.output, _vocabulary(config, trained, tokens))
+            source = {"target": config.target, "data": config_to_dict(config.data)}
+            vocabulary = DraftVocabulary(
+                vocab_size=len(trained),
+                tokens=tuple(tokens.tolist()),
+                coverage=summary["coverage"],
+                source=source | {"trained_tokens": int(trained.sum())},
+            )
+            write_draft_vocabulary(args.output, vocabulary)
             summary["output"] = str(args.output)
     print("\n".join(_format_counts(config, counts, size)))
     return summary
-
-
-def _vocabulary(config: TrainConfig, trained: np.ndarray, tokens: np.ndarray) -> DraftVocabulary:
-    return DraftVocabulary(
-        vocab_size=len(trained),
-        tokens=tuple(tokens.tolist()),
-        coverage=coverage_of(trained, tokens),
-        source={
-            "target": config.target,
-            "data": config_to_dict(config.data),
-            "trained_tokens": int(trained.sum()),
-        },
-    )
 
 
 def count_tokens(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -113,11 +105,11 @@ def coverage_of(counts: np.ndarray, tokens: np.ndarray) -> float:
 def _format_counts(
     config: TrainConfig, counts: tuple[np.ndarray, np.ndarray], size: int | None
 ) -> list[str]:
-    """Describes the counts and tabulates the coverage of several sizes."""
+    """Describes the counts and tabulates the coverage of several sizes, from 16."""
     trained = counts[0]
     vocab_size, num_seen = len(trained), int((trained > 0).sum())
-    powers = {1 << power for power in range(vocab_size.bit_length())}
-    sizes = {n for n in powers if n >= _SMALLEST_SHOWN} | {vocab_size, size or vocab_size}
+    powers = {1 << power for power in range(4, vocab_size.bit_length())}
+    sizes = powers | {vocab_size, size or vocab_size}
     table = []
     for shown in sorted(sizes):
         tokens = choose_tokens(trained, shown)
