@@ -150,7 +150,7 @@ def find_left_out(
       render: writes messages.
     """
     labels = {
-        index: f"{_LABEL}{index:06}"
+        index: make_label(index)
         for index, message in enumerate(messages)
         if (message.get("content") or "").strip()
     }
@@ -159,17 +159,22 @@ def find_left_out(
         message = messages[index]
         labelled[index] = message | {"content": message["content"] + label}
         if calls := message.get("tool_calls"):
-            labelled[index]["tool_calls"] = _label_names(calls, label)
+            labelled[index]["tool_calls"] = label_names(calls, label)
     text = render(labelled)
     return min(labels.keys() - set(map(int, _LABELLED.findall(text))), default=None)
 
 
-def _label_names(value: Any, label: str) -> Any:
-    """Puts a label behind the names of the functions that a message calls."""
+def make_label(index: int) -> str:
+    """A text that no template writes by itself, to be found in what it writes."""
+    return f"{_LABEL}{index:06}"
+
+
+def label_names(value: Any, label: str) -> Any:
+    """Puts a label behind the names of functions, in tools or the calls of a message."""
     if isinstance(value, list):
-        return [_label_names(item, label) for item in value]
+        return [label_names(item, label) for item in value]
     if isinstance(value, dict):
-        fields = {key: _label_names(item, label) for key, item in value.items()}
+        fields = {key: label_names(item, label) for key, item in value.items()}
         name = value.get("name")
         return fields | ({"name": name + label} if isinstance(name, str) else {})
     return value

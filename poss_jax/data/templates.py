@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, pairwise
+from itertools import compress
 from typing import Any
 
 from poss_jax.config.paths import as_path, read_text
@@ -27,7 +27,13 @@ from poss_jax.data.conversations import (
     plain_text,
 )
 from poss_jax.data.records import Broken
-from poss_jax.data.rendering import RenderError, Step, render_steps
+from poss_jax.data.rendering import (
+    RenderError,
+    Step,
+    label_names,
+    make_label,
+    render_steps,
+)
 from poss_jax.data.tokenizer import match_any, special_ids
 from poss_jax.data.turns import ANSWER, QUESTION, learn_turns
 
@@ -277,71 +283,46 @@ _FIELDS = {  # of an assistant turn
 def fit_chat(chat: Chat, template: ChatTemplate) -> tuple[Chat | Broken, str]:
     """Cuts a chat before the first turn that the template does not write in full.
 
-    Found by rendering the chat without a field: if the text is the same, the field was left out.
+    The template writes the chat once more, with a label behind each text that it may leave out.
 
     Returns:
       The chat, and why a part of it was left out ("" if it is whole); or why none can be used.
     """
-    bare = list(_bare_chats(chat))
-    full = _write(chat, template) if bare else None
-    if full is None:  # `render` will say why
+    fields: list[tuple[int, int, str]] = []  # turn, its text among `write_answers`, kind of field
+    tools = label_names(chat.tools, make_label(0))
+    if chat.tools:
+        fields.append((0, 0, "tools"))
+    messages, num_answered = list[Message](), 0
+    for index, turn in enumerate(chat.messages):
+        if turn["role"] == "tool" and plain_text(turn).strip():
+            turn = turn | {"content": plain_text(turn) + make_label(len(fields))}
+            fields.append((index, 2 * num_answered, "results of tools"))
+        elif turn["role"] == "assistant":
+            for what, keys in _FIELDS.items():
+                if held := {key: turn[key] for key in keys if turn.get(key)}:
+                    label = make_label(len(fields))
+                    turn = turn | {key: _add_label(value, label) for key, value in held.items()}
+                    fields.append((index, 2 * num_answered + 1, what))
+            num_answered += 1
+        messages.append(turn)
+    try:
+        labelled = replace(chat, messages=messages, tools=tools)
+        texts = template.write_answers(labelled) if fields else []
+    except RenderError:  # `render` will say why
         return chat, ""
-    cuts = [(_first_same(chat, held, full, _write(bared, template)), w) for w, held, bared in bare]
-    end, what = min(cuts)
-    if end == len(chat.messages):
+    missing = [
+        (index, what)
+        for number, (index, text_index, what) in enumerate(fields)
+        if make_label(number) not in texts[text_index]
+    ]
+    if not missing:
         return chat, ""
+    end, what = min(missing)
     why, messages = f"{what} that the chat template leaves out", chat.messages[:end]
     if messages := end_with_answer(messages):
         return replace(chat, messages=messages), why
     return Broken(why), ""
 
 
-def _bare_chats(chat: Chat) -> Iterator[tuple[str, set[int], Chat]]:
-    """Yields a field that may be left out, the turns that have it, and the chat without it."""
-    turns = list(enumerate(chat.messages))
-    if chat.tools:
-        yield "tools", {0}, replace(chat, tools=None)
-    for what, keys in _FIELDS.items():
-        held = {i for i, turn in turns if turn["role"] == "assistant" and any(map(turn.get, keys))}
-        bare = [{"content": ""} | {k: turn[k] for k in turn if k not in keys} for _, turn in turns]
-        if held:
-            yield what, held, replace(chat, messages=bare)
-    held = {i for i, turn in turns if turn["role"] == "tool" and plain_text(turn).strip()}
-    bare = [turn | ({"content": ""} if i in held else {}) for i, turn in turns]
-    if held:
-        yield "results of tools", held, replace(chat, messages=bare)
-
-
-def _write(chat: Chat, template: ChatTemplate) -> list[str] | None:
-    """What each text of `write_answers` adds to the one before; None if the template refuses."""
-    try:
-        texts = template.write_answers(chat)
-    except RenderError:
-        return None
-    return [text[_num_shared(before, text) :] for before, text in pairwise(["", *texts])]
-
-
-def _num_shared(first: str, second: str) -> int:
-    """Length of the common start, found by halves."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        is_same = first[low:middle] == second[low:middle]
-        low, high = (middle, high) if is_same else (low, middle - 1)
-    return low
-
-
-def _first_same(chat: Chat, held: set[int], full: Sequence[str], bare: Sequence[str] | None) -> int:
-    """Index of the first turn that is written the same without its field; else their number.
-
-    An answer is written in its own part, other turns in the prompt of the next answer. If a
-    template refuses the bare chat, it needs the field.
-    """
-    num_answered = 0
-    for index, turn in enumerate(chat.messages if bare is not None else ()):
-        is_answer = turn["role"] == "assistant"
-        part_index = 2 * num_answered + is_answer
-        if index in held and full[part_index] == bare[part_index]:
-            return index
-        num_answered += is_answer
-    return len(chat.messages)
+def _add_label(value: Any, label: str) -> Any:
+    return value + label if isinstance(value, str) else label_names(value, label)
