@@ -51,8 +51,8 @@ from poss_jax.data.progress import progress_bar
 from poss_jax.model.parameters import split_items
 from poss_jax.program.arguments import at_least
 from poss_jax.program.running import Parser, run_program
-from train.claims import changed_settings, claim_folder, saved_config
 from train.loop import validation_batches
+from train.run_folder import changed_settings, claim_folder, saved_config
 from train.training import open_stage
 
 SIMULATED = "simulated_acceptance_length"

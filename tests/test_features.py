@@ -83,7 +83,7 @@ def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
     def no_layers(*_: Any) -> None:
         raise AssertionError("layers loaded")
 
-    monkeypatch.setattr("train.draft_stage.load_layers", no_layers)
+    monkeypatch.setattr("train.stages.load_layers", no_layers)
     config = cached(runs, tmp_path, DRAFT | narrow)
     stage = open_stage(load_config(TrainConfig, config), tmp_path)
     target, batch, _ = stage.plan_step().inputs
@@ -105,7 +105,7 @@ def test_a_cache_to_be_written_is_planned_and_filled_as_memory_allows(runs, tmp_
     assert "layers" not in stage.plan_step().inputs[0]
     stage.load_weights()
     rows_at_once = []
-    monkeypatch.setattr("train.draft_stage.fill_cache", lambda *args: rows_at_once.append(args[3]))
+    monkeypatch.setattr("train.stages.fill_cache", lambda *args: rows_at_once.append(args[3]))
     stage.write_features()
     assert rows_at_once == [1]
 

@@ -15,9 +15,9 @@ from self_killing import run_until
 from poss_jax.data.rows import rows_at
 from poss_jax.learn.state import TrainState
 from poss_jax.model.documents import TrainBatch
-from train.draft_stage import DraftStage
 from train.main import main
 from train.run_log import RunLog
+from train.stages import DraftStage
 
 
 def checkpoints(folder: Path) -> list[int]:
@@ -131,7 +131,7 @@ def test_poisoned_batch_stops_the_run_and_is_named(runs, tmp_path, monkeypatch):
 
 def test_validation_that_is_not_finite_is_not_saved(runs, tmp_path, monkeypatch):
     results = {"validation_loss": [np.nan], "simulated_acceptance_length": 1.0}
-    monkeypatch.setattr("train.draft_stage.DraftStage.validate", lambda *_: (results, None))
+    monkeypatch.setattr("train.stages.DraftStage.validate", lambda *_: (results, None))
     message = refusal(main, "--config", config_file(runs, tmp_path, POSS2))
     assert "step 10 diverged: validation_loss [nan]; nothing is saved yet" in message
     assert checkpoints(tmp_path / "run") == []

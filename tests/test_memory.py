@@ -109,7 +109,7 @@ def forbid_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights are read")
 
     for name in ("load_target", "load_draft", "load_layers"):
-        monkeypatch.setattr(f"train.draft_stage.{name}", no_weights)
+        monkeypatch.setattr(f"train.stages.{name}", no_weights)
 
 
 def config_file(runs: Runs, folder: Path) -> str:

@@ -15,8 +15,7 @@ import pytest
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
-from train.claims import claim_folder
-from train.run_folder import RunFolder
+from train.run_folder import RunFolder, claim_folder
 from train.run_log import Diverged, LossWatch, RunLog, check_loggers, open_loggers
 
 MODEL = dict.fromkeys(

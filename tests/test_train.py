@@ -44,9 +44,9 @@ from poss_jax.model.target import stack_layers
 from poss_jax.program.running import BRACKETS
 from train import loop
 from train.devices import put_batch
-from train.draft_stage import DraftStage
 from train.loop import validation_batches
 from train.main import main
+from train.stages import DraftStage
 from train.training import open_stage
 
 
@@ -195,7 +195,7 @@ def test_model_is_of_the_best_checkpoint(runs, tmp_path, monkeypatch, capsys) ->
     """The first of three validations is called the best; the model is written by a second run."""
     config = config_file(runs, tmp_path, POSS2, keep_checkpoints=1)
     scores = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr("train.draft_stage.DraftStage.score", lambda *_: next(scores))
+    monkeypatch.setattr("train.stages.DraftStage.score", lambda *_: next(scores))
     with monkeypatch.context() as patch, pytest.raises(Crash):
         patch.setattr("train.devices.write_model", die)
         main(["--config", config])

@@ -36,8 +36,8 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.data.records import matching_files
 from poss_jax.data.sources import load_documents
-from train.claims import claim_folder
 from train.main import main
+from train.run_folder import claim_folder
 
 
 @pytest.fixture(scope="module")

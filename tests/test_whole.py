@@ -27,8 +27,8 @@ from poss_jax.checkpoint.whole import (
 )
 from poss_jax.checkpoint.writing import verify_model
 from poss_jax.config.reading import UserError
-from train.claims import hold_together
 from train.regenerate import main as regenerate_main
+from train.run_folder import hold_together
 from train.training import train
 
 

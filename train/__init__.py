@@ -1,12 +1,11 @@
 """Programs that make weights.
 
 main.py          trains a target or a draft; training.py does it
-target_stage.py  what a run is that trains a target
-draft_stage.py   what a run is that trains a draft
+stages.py        what a run is that trains a draft or a target
 preparation.py   rows and dtype of both
 features.py      the frozen target's features, found or written
 loop.py          steps, validations, checkpoints
-run_folder.py    what a run leaves, and resuming from it; claims.py: who may write there
+run_folder.py    who may write there, what a run leaves, and resuming from it
 run_log.py       what a run says
 devices.py       processes and devices of a run
 memory.py        what a step takes on each device

@@ -16,13 +16,11 @@ from poss_jax.model.documents import TrainBatch
 from poss_jax.program.output import format_rows
 
 from .devices import preemption_notice, put_batch
-from .draft_stage import DraftStage
 from .preparation import num_validation_rows
 from .run_folder import RunFolder
 from .run_log import Diverged, RunLog
-from .target_stage import TargetStage
+from .stages import Stage
 
-Stage = DraftStage | TargetStage
 StepFunction = Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
 
 # For samples: tokens shown before a position, and positions per row.

@@ -18,15 +18,13 @@ from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
 from poss_jax.model.sharding import check_batch_size, check_processes, make_mesh
 
-from .claims import check_output, claim_together, hold_together
 from .devices import is_first_process, make_on
-from .draft_stage import DraftStage
-from .loop import Stage, run_steps
+from .loop import run_steps
 from .memory import check_memory, describe_devices, tpu_slice
 from .preparation import check_held_out, describe_data, describe_sample
-from .run_folder import RunFolder, holds_model
+from .run_folder import RunFolder, check_output, claim_together, hold_together, holds_model
 from .run_log import check_loggers
-from .target_stage import TargetStage
+from .stages import DraftStage, Stage, TargetStage
 
 
 def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
@@ -53,17 +51,16 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
                 config = config.with_budget(len(stage.rows))
                 if is_first_process():
                     tqdm.write("\n".join(describe_data(stage.report)), file=sys.stderr)
-                stopped_at = _train(config, folder, stage)
-                if stopped_at is not None:
-                    return {"stopped_at": stopped_at, "steps": config.num_steps}
+                if (step := _train(config, folder, stage)) < config.num_steps:
+                    return {"stopped_at": step, "steps": config.num_steps}
             step = folder.exported_step(config.export)
             results = folder.logged_validation(step) if is_first_process() else {}
             steps = folder.latest_step
             return {"model": str(folder.model), "model_step": step, "steps": steps, **results}
 
 
-def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:
-    """Trains and writes the model; returns the step if the run was stopped before the end."""
+def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int:
+    """Trains, and writes the model unless the run is stopped before; returns the last step."""
     stage.write_features()
     optimizer = make_optimizer(config.optimizer, config.num_steps)
     start = make_on(stage.mesh, partial(init_state, optimizer=optimizer), stage.init_params())
@@ -81,7 +78,7 @@ def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:
     params = folder.exported(config.export, state).params
     dtype = jnp.dtype(config.export_dtype)
     stage.save_model(jax.tree.map(lambda leaf: leaf.astype(dtype), params), folder.model)
-    return None
+    return step
 
 
 def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, Any]:
