@@ -141,7 +141,7 @@ def test_layers_that_training_cannot_follow(spans, layers, error) -> None:
 def test_settings_and_layouts_without_room_for_it(runs, trained, tmp_path) -> None:
     values = DRAFT | {"specialists": {"positions_per_specialist": [1, 2], "depth": 3}}
     config = config_file(runs, tmp_path, values, init_draft=str(trained / "model"))
-    assert "want 3 or more, which init_draft" in refusal(main, "--config", config)
+    assert "want 3 or more, as init_draft" in refusal(main, "--config", config)
     model, target = str(trained / "model"), runs.model("target")
     arguments = ["--model", model, "--target", target, "--output", str(tmp_path / "exported")]
     assert "no layout holds a specialist of 3 layers" in refusal(convert, "export", *arguments)

@@ -171,33 +171,31 @@ class DraftStage:
 
     def _check_init_draft(self, record: ModelRecord) -> None:
         """Refuses settings that contradict the draft to start from."""
-        settings, draft, folder = self._run.specialists, record.draft, self._run.init_draft
-        for name, has, got in (
-            ("positions", draft.num_specialists, len(settings.positions_per_specialist)),
-            ("layers", draft.layers_per_specialist[0], settings.layers_per_specialist[0]),
+        settings, draft = self._run.specialists, record.draft
+        specialists, layers = draft.num_specialists, draft.layers_per_specialist[0]
+        has_vocabulary = draft.head_size or record.draft_vocabulary
+        has_other_vocabulary = self._vocabulary not in (None, record.draft_vocabulary)
+        for name, is_unfit, wanted in (
+            (
+                "positions_per_specialist",
+                len(settings.positions_per_specialist) < specialists,
+                f"{specialists} or more",
+            ),
+            (
+                "layers_per_specialist",
+                settings.layers_per_specialist[0] < layers,
+                f"{layers} or more",
+            ),
+            ("num_frozen", settings.num_frozen > specialists, f"at most {specialists}"),
+            ("family", settings.family not in (None, draft.family), "the same"),
+            ("aux_layers", settings.aux_layers not in (None, draft.aux_layers), "the same"),
+            ("draft_vocabulary", has_vocabulary and has_other_vocabulary, "the same"),
+            ("fc_bias", settings.fc_bias and not draft.fc_bias, "the same"),
         ):
-            if got < has:
+            if is_unfit:
                 raise UserError(
-                    f"specialists.{name}_per_specialist: want {has} or more, which init_draft "
-                    f"{folder} has, got {got}"
-                )
-        if settings.num_frozen > draft.num_specialists:
-            raise UserError(
-                f"specialists.num_frozen: want at most {draft.num_specialists}, which init_draft "
-                f"{folder} has trained, got {settings.num_frozen}"
-            )
-        decided = {"family": draft.family, "aux_layers": draft.aux_layers}
-        requested = {"family": settings.family, "aux_layers": settings.aux_layers}
-        if draft.head_size or record.draft_vocabulary:
-            decided["draft_vocabulary"] = record.draft_vocabulary
-            requested["draft_vocabulary"] = self._vocabulary
-        if settings.fc_bias:
-            decided["fc_bias"], requested["fc_bias"] = draft.fc_bias, True
-        for name, value in requested.items():
-            if value is not None and value != decided[name]:
-                raise UserError(
-                    f"specialists.{name}: init_draft {folder} has another; leave the setting out, "
-                    "or start from scratch"
+                    f"specialists.{name}: want {wanted}, as init_draft {self._run.init_draft} has; "
+                    "leave the setting out, or start from scratch"
                 )
 
     def load_weights(self) -> None:
