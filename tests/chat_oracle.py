@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
-from poss_jax.data.conversations import Chat, read_document
-from poss_jax.data.records import Broken
+from poss_jax.data.conversations import Broken, Chat, read_document
 from poss_jax.data.rows import encode_documents
 from poss_jax.data.templates import ChatTemplate, RenderedChat, fit_chat
 

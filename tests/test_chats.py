@@ -18,8 +18,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
-from poss_jax.data.conversations import Chat, Rendered, Tokens, detect_format, read_document
-from poss_jax.data.records import Broken
+from poss_jax.data.conversations import Broken, Chat, Rendered, Tokens, detect_format, read_document
 from poss_jax.data.rendering import RenderError, Step, render_chat, render_steps
 from poss_jax.data.rows import encode_documents
 from poss_jax.data.templates import BUILT_IN, ChatTemplate

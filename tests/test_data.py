@@ -20,9 +20,8 @@ from poss_jax.config.reading import UserError
 from poss_jax.data import rows as row_order
 from poss_jax.data import tokenizer as tokenizers
 from poss_jax.data.conversations import Tokens
-from poss_jax.data.records import read_records
+from poss_jax.data.records import Documents, load_documents, read_records
 from poss_jax.data.rows import Rows, batch_at, encode_documents, make_rows
-from poss_jax.data.sources import Documents, load_documents
 from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from poss_jax.engine.dialogue import read_prompts
 

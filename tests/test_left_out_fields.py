@@ -13,6 +13,7 @@ from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.conversations import (
+    Broken,
     Chat,
     content_key,
     plain_texts,
@@ -20,9 +21,8 @@ from poss_jax.data.conversations import (
     read_questions,
 )
 from poss_jax.data.prepared import Prepared, prepare
-from poss_jax.data.records import Broken
 from poss_jax.data.templates import ChatTemplate
-from train.preparation import prepare_rows
+from train.stages import prepare_rows
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello."}

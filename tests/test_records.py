@@ -9,8 +9,7 @@ import pytest
 from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
 from poss_jax.data import records
-from poss_jax.data.records import read_records
-from poss_jax.data.sources import Documents, load_documents
+from poss_jax.data.records import Documents, load_documents, read_records
 
 
 def load(source: Path | str, **settings: Any) -> Documents:

@@ -15,9 +15,8 @@ from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.regenerate import RegenerateConfig
-from poss_jax.data.conversations import read_questions
-from poss_jax.data.records import Broken
-from poss_jax.data.sources import load_documents
+from poss_jax.data.conversations import Broken, read_questions
+from poss_jax.data.records import load_documents
 from poss_jax.data.templates import BUILT_IN
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.answers import Generation

@@ -34,8 +34,7 @@ from poss_jax.config.paths import absolute, as_path, copy_files, is_uri, local_p
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.convert.__main__ import main as convert_main
-from poss_jax.data.records import matching_files
-from poss_jax.data.sources import load_documents
+from poss_jax.data.records import load_documents, matching_files
 from train.main import main
 from train.run_folder import claim_folder
 

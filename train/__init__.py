@@ -2,7 +2,6 @@
 
 main.py          trains a target or a draft; training.py does it
 stages.py        what a run is that trains a draft or a target
-preparation.py   rows and dtype of both
 features.py      the frozen target's features, found or written
 loop.py          steps, validations, checkpoints
 run_folder.py    who may write there, what a run leaves, and resuming from it

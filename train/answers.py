@@ -20,9 +20,9 @@ from poss_jax.checkpoint.whole import naming, write_file
 from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.regenerate import RegenerateConfig
-from poss_jax.data.conversations import read_questions
+from poss_jax.data.conversations import Broken, read_questions
 from poss_jax.data.progress import progress_bar
-from poss_jax.data.records import Broken, read_records
+from poss_jax.data.records import read_records
 from poss_jax.data.tokenizer import special_pattern
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue

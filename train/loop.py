@@ -16,7 +16,6 @@ from poss_jax.model.documents import TrainBatch
 from poss_jax.program.output import format_rows
 
 from .devices import preemption_notice, put_batch
-from .preparation import num_validation_rows
 from .run_folder import RunFolder
 from .run_log import Diverged, RunLog
 from .stages import Stage
@@ -77,6 +76,12 @@ def _validate(
     log.validated(step, results)
     folder.write_sample(f"{step}.md", format_samples(stage, shown, config.num_samples))
     return stage.score(results)
+
+
+def num_validation_rows(config: TrainConfig, available: int) -> int:
+    """Held-out rows per validation: as many as the config wants, in full batches."""
+    size = config.batch_size
+    return min(-(-config.validation_rows // size), available // size) * size
 
 
 def validation_batches(config: TrainConfig, stage: Stage) -> Iterator[TrainBatch]:

@@ -90,8 +90,10 @@ class RunFolder:
         self._checkpoints = self.path / "checkpoints"
         self._unwritten: list[str] = []  # lines of metrics.jsonl
         self._empty_removed()
-        if is_uri(self.path) and not holds_model(self.path):  # a killed process uploads in part
-            broadcast_from_first(lambda: self.model.rmtree(missing_ok=True))
+        model = self.model
+        if not isinstance(model, Path) and not holds_model(self.path):
+            # A killed process may have uploaded a part.
+            broadcast_from_first(lambda: model.rmtree(missing_ok=True))
         policies = [
             checkpoint_managers.LatestN(config.keep_checkpoints),
             checkpoint_managers.BestN(get_metric_fn=_score, n=1),

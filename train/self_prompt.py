@@ -19,7 +19,7 @@ import numpy as np
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.regenerate import RegenerateConfig
-from poss_jax.data.records import Broken
+from poss_jax.data.conversations import Broken
 from poss_jax.data.rendering import RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer, special_pattern
 from poss_jax.engine.answers import Generation

@@ -19,12 +19,14 @@ from poss_jax.checkpoint.record import ModelRecord, new_record, read_draft_vocab
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.checkpoint.writing import copy_tokenizer, target_identity
 from poss_jax.config.json_reading import read_json
+from poss_jax.config.models import LlamaConfig
 from poss_jax.config.paths import AnyPath, as_path, uploaded
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.conversations import Tokens, plain_texts
 from poss_jax.data.features import FeatureCache, join_features
-from poss_jax.data.sources import Documents, load_documents
+from poss_jax.data.prepared import Prepared, prepare
+from poss_jax.data.records import Documents, load_documents
 from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from poss_jax.learn.state import TrainState
 from poss_jax.learn.step import make_draft_step, make_target_step
@@ -66,7 +68,6 @@ from .features import (
     measure_deviations,
 )
 from .memory import PlannedStep, plan_draft_step, plan_target_step
-from .preparation import prepare_rows, run_dtype
 
 _TOKENIZER = "tokenizer"  # subfolder of a target's run
 _LOG = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class DraftStage:
     def __init__(self, config: TrainConfig, folder: AnyPath, mesh: Mesh) -> None:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
-        self._record, self._dtype = read_dense(config.target), run_dtype(config, mesh)
+        self._record, self._dtype = read_dense(config.target), _run_dtype(config, mesh)
         # Properties that a draft to start from must share.
         allowed = config.allow_target_mismatch
         self._fit = {"target": self._record, "allow_target_mismatch": allowed}
@@ -328,7 +329,7 @@ class TargetStage:
         prepared = prepare_rows(folder, config, self.tokenizer, self.config, load)
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report
-        self._dtype = run_dtype(config, mesh)
+        self._dtype = _run_dtype(config, mesh)
 
         validate = make_target_validation(self.config, config.step, self._dtype)
         self._validation = compile_on(mesh, validate)
@@ -408,3 +409,42 @@ class TargetStage:
 
 
 Stage = DraftStage | TargetStage
+
+
+def _run_dtype(config: TrainConfig, mesh: Mesh) -> Any:
+    """The dtype everything is computed in on these devices."""
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return jnp.dtype(config.dtype or ("float32" if is_cpu else "bfloat16"))
+
+
+def prepare_rows(
+    folder: AnyPath,
+    config: TrainConfig,
+    tokenizer: Any,
+    llama: LlamaConfig,
+    load: Callable[[], Documents] | None = None,
+) -> Prepared:
+    """Makes training rows and held-out rows.
+
+    Process 0 makes them and the others read its file. In a dry run each process has its own folder
+    and makes them itself.
+
+    Args:
+      folder: folder of the run, keeps the rows.
+      load: reads the documents if the rows are not made yet.
+
+    Raises:
+      UserError: the data cannot be used.
+    """
+    settings = config.data, tokenizer, llama.vocab_size, load, llama.eos_token_ids
+    made: list[Prepared] = []
+    broadcast_from_first(lambda: made.append(prepare(folder, *settings)))
+    prepared = made[0] if made else prepare(folder, *settings)
+    length = config.data.sequence_length
+    if length > llama.max_position_embeddings:
+        _LOG.warning(
+            "data.sequence_length %d is more than the %d positions that the target is made for",
+            length,
+            llama.max_position_embeddings,
+        )
+    return prepared

@@ -4,6 +4,7 @@ import sys
 import tempfile
 from contextlib import closing
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,22 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from poss_jax.config.paths import AnyPath
-from poss_jax.config.reading import printable
+from poss_jax.config.reading import UserError, printable, printable_lines
 from poss_jax.config.training import TrainConfig
+from poss_jax.data.rows import Rows
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
 from poss_jax.model.sharding import check_batch_size, check_processes, make_mesh
+from poss_jax.program.running import text_marks
 
 from .devices import is_first_process, make_on
-from .loop import run_steps
+from .loop import num_validation_rows, run_steps
 from .memory import check_memory, describe_devices, tpu_slice
-from .preparation import check_held_out, describe_data, describe_sample
 from .run_folder import RunFolder, check_output, claim_together, hold_together, holds_model
 from .run_log import check_loggers
 from .stages import DraftStage, Stage, TargetStage
+
+_SAMPLE_TOKENS = 300
 
 
 def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
@@ -134,3 +138,73 @@ def open_stage(config: TrainConfig, folder: AnyPath, *, plan_for: str | None = N
     if config.stage == "draft":
         return DraftStage(config, folder, mesh)
     return TargetStage(config, folder, mesh)
+
+
+def check_held_out(config: TrainConfig, rows: Rows) -> None:
+    """Raises UserError if held-out rows do not fill a batch, or have nothing to validate with."""
+    held_out, length = len(rows), config.data.sequence_length
+    if held_out < config.batch_size:
+        raise UserError(
+            f"held-out documents fill {held_out} rows of {length} tokens, a batch needs "
+            f"{config.batch_size}; give more documents, raise data.validation_fraction, or lower "
+            "batch_size (batch_size=1)"
+        )
+    if not rows[: num_validation_rows(config, held_out)].loss_mask.any():
+        raise UserError(
+            "held-out rows: none of those that are validated with has a token to train on; raise "
+            "validation_rows or data.sequence_length"
+        )
+
+
+def describe_data(report: dict[str, Any]) -> list[str]:
+    """Describes how a data set was used, by the report of `Prepared`, in lines for people."""
+    dropped = sum(report["dropped"].values())
+    lines = [
+        f"data      {report['source']}: {report['records']:,} records of {report['kind']}, "
+        f"{dropped:,} of them dropped"
+    ]
+    if dropped:
+        lines.append(f"dropped   {_counts(report['dropped'])}; first {report['first_dropped'][0]}")
+    if report["used_in_part"]:
+        lines.append(f"in part   {_counts(report['used_in_part'])}")
+    if report["template"]:
+        lines.append(f"template  {report['template']}")
+    if not report["ends_turns"]:
+        lines.append(" " * 10 + "no special token ends its answers: the model cannot learn to stop")
+    if "features" in report:
+        lines.append(f"features  {report['features']}")
+    for name, key in (("training", "train"), ("held out", "validation")):
+        stats = report[key]
+        lengths = ", ".join(f"{key} {value:,}" for key, value in stats["lengths"].items())
+        lines += [
+            f"{name}  {stats['documents']:,} documents, {stats['tokens']:,} tokens, "
+            f"{stats['learnt']:.1%} of them trained on",
+            f"          lengths {lengths}; {stats['truncated']:,} cut to a row",
+        ]
+        if stats["split_by_answer"]:
+            lines.append(
+                f"          {stats['split_by_answer']:,} chats have a document per answer, because "
+                "the template rewrites earlier turns"
+            )
+        lines.append(
+            f"          {stats['rows']:,} rows, packing {report['packing']}, "
+            f"{stats['filled']:.1%} filled"
+        )
+    return lines
+
+
+def describe_sample(rows: Rows, tokenizer: Any) -> list[str]:
+    """Shows the first document of the first row, marking the trained tokens."""
+    mark, end_mark = text_marks()
+    document = (rows.documents[0] == 1).nonzero()[0]
+    begin = max(0, int(rows.loss_mask[0].argmax()) - _SAMPLE_TOKENS // 2)
+    shown = document[begin : begin + _SAMPLE_TOKENS]
+    parts = []
+    for is_trained, group in groupby(shown, lambda index: rows.loss_mask[0, index]):
+        text = printable_lines(tokenizer.decode(rows.tokens[0, list(group)]))
+        parts.append(f"{mark}{text}{end_mark}" if is_trained else text)
+    return [f"sample    {mark}this{end_mark} is trained on", "".join(parts).rstrip("\n")]
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())

@@ -12,8 +12,8 @@ from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.prepared import make_prepared
+from poss_jax.data.records import load_documents
 from poss_jax.data.rows import Rows
-from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.program.output import check_new_file, show_rows
 

@@ -23,8 +23,7 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, one_line
 from poss_jax.data.conversations import plain_texts
-from poss_jax.data.records import read_records
-from poss_jax.data.sources import load_documents
+from poss_jax.data.records import load_documents, read_records
 from poss_jax.data.tokenizer import encode_plain, special_ids
 from poss_jax.engine.dialogue import (
     PROMPT_KEYS,

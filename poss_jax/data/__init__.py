@@ -2,9 +2,8 @@
 
 Everything here is deterministic: the same source gives the same split, tokenizer and rows.
 
-records.py        files found and read; records of a data set, one after the other
+records.py        files -> records -> documents; counts of used and dropped ones, the held-out split
 conversations.py  records of every format -> texts, chats, tokens
-sources.py        counts of used and dropped records; training and held-out documents
 rendering.py      chats -> text -> tokens by a template; no message writes a special token
 templates.py      chat templates, and which characters of a chat are trained
 turns.py          marks that a template writes around answers

@@ -9,10 +9,26 @@ from typing import Any
 import numpy as np
 
 from poss_jax.config.json_reading import JsonError, parse_json
-from poss_jax.data.records import Broken
+from poss_jax.config.reading import one_line
 
 Message = dict[str, Any]
 """A turn: "role", "content" (text, or parts {"type": "text", "text"}), and its other fields."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A record that cannot be used.
+
+    Attributes:
+      reason: reason to count.
+      detail: details of this record.
+    """
+
+    reason: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {one_line(self.detail)}" if self.detail else self.reason
 
 
 @dataclass(frozen=True)

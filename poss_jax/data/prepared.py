@@ -12,10 +12,9 @@ from poss_jax.checkpoint.whole import replaced
 from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict, one_line
-from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
-from poss_jax.data.records import Broken
+from poss_jax.data.conversations import Broken, Chat, Document, Rendered, Tokens, content_key
+from poss_jax.data.records import Documents, load_documents
 from poss_jax.data.rows import Rows, encode_documents, make_rows
-from poss_jax.data.sources import Documents, load_documents
 from poss_jax.data.templates import ChatTemplate, fit_chat
 from poss_jax.data.tokenizer import special_pattern
 

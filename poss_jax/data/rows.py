@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from poss_jax.config.reading import UserError
-from poss_jax.data.conversations import Chat, Document, Tokens
+from poss_jax.data.conversations import Broken, Chat, Document, Tokens
 from poss_jax.data.progress import progress_bar
-from poss_jax.data.records import Broken
 from poss_jax.data.rendering import encode_rendered
 from poss_jax.data.templates import ChatTemplate, RenderedChat
 from poss_jax.data.tokenizer import encode_plain, special_ids

@@ -20,13 +20,13 @@ from poss_jax.config.paths import as_path, read_text
 from poss_jax.config.reading import UserError, one_line
 from poss_jax.data.conversations import (
     CALLS,
+    Broken,
     Chat,
     Message,
     end_with_answer,
     is_trained,
     plain_text,
 )
-from poss_jax.data.records import Broken
 from poss_jax.data.rendering import (
     RenderError,
     Step,

@@ -6,8 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from poss_jax.data.conversations import Message
-from poss_jax.data.records import Broken
+from poss_jax.data.conversations import Broken, Message
 from poss_jax.data.rendering import RenderError, Step
 from poss_jax.data.tokenizer import match_any
 

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
-from poss_jax.data.conversations import content_key, detect_format, read_document, read_questions
-from poss_jax.data.records import Broken, read_records
+from poss_jax.data.conversations import (
+    Broken,
+    content_key,
+    detect_format,
+    read_document,
+    read_questions,
+)
+from poss_jax.data.records import read_records
 from poss_jax.engine.dialogue import PROMPT_KEYS, read_prompts
 
 NUMBERS = [-1, 0, 2**31, 2**63, 2**64, 10**400, 1e308, -0.0, float("nan"), float("inf"), True]
