@@ -36,19 +36,12 @@ Lines = Generator[list[Line], None, None]
 
 @dataclass(frozen=True)
 class Question:
-    """The questions of one record.
+    """The questions of one record."""
 
-    Attributes:
-      index: index of the record in the source.
-      where: file and line of the record.
-      ids: names of the record.
-      messages: system message if any, then the user's turns; or why there are none.
-    """
-
-    index: int
-    where: str
-    ids: dict[str, Any]
-    messages: list[dict[str, str]] | Broken
+    index: int  # of the record in the source
+    where: str  # file and line of the record
+    ids: dict[str, Any]  # names of the record
+    messages: list[dict[str, str]] | Broken  # system message if any, then the user's turns
 
 
 def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:

@@ -32,19 +32,12 @@ from .devices import OnMesh, make_step_on
 
 
 class PlannedStep(NamedTuple):
-    """A step and the shapes and shardings of its arguments.
+    """A step and the shapes and shardings of its arguments."""
 
-    Attributes:
-      step: `(state, *inputs) -> (state, metrics)`.
-      state: parameters and optimizer state.
-      inputs: for a draft's step the frozen target, the batch and the random key.
-      hidden: bytes per device of one layer's output, the least that a step holds.
-    """
-
-    step: OnMesh
-    state: TrainState
-    inputs: tuple[Any, ...]
-    hidden: int
+    step: OnMesh  # `(state, *inputs) -> (state, metrics)`
+    state: TrainState  # parameters and optimizer state
+    inputs: tuple[Any, ...]  # for a draft's step the frozen target, the batch and the random key
+    hidden: int  # bytes per device of one layer's output, the least that a step holds
 
     @property
     def kept(self) -> dict[str, Any]:

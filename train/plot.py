@@ -33,19 +33,12 @@ _BY_DEPTH = {
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """Logged metrics of a run.
+    """Logged metrics of a run."""
 
-    Attributes:
-      name: name of its folder.
-      steps: lines of metrics.jsonl about training steps.
-      validations: lines about validations.
-      spans: positions that each specialist serves.
-    """
-
-    name: str
-    steps: list[dict[str, Any]]
-    validations: list[dict[str, Any]]
-    spans: list[int]
+    name: str  # name of its folder
+    steps: list[dict[str, Any]]  # lines of metrics.jsonl about training steps
+    validations: list[dict[str, Any]]  # lines about validations
+    spans: list[int]  # positions that each specialist serves
 
     @property
     def specialists(self) -> list[int]:

@@ -44,18 +44,12 @@ _BATCHES_PER_WINDOW = 4
 
 
 class Answerer(NamedTuple):
-    """A target that answers: loaded here, or behind a server.
+    """A target that answers: loaded here, or behind a server."""
 
-    Attributes:
-      made_from: all of it that decides the answers.
-      tokenizer: its tokenizer; None if a server has it.
-      window: number of questions answered together.
-      answer: answers questions; yields lines of the output, some at a time.
-    """
-
-    made_from: dict[str, Any]
-    tokenizer: Any
-    window: int
+    made_from: dict[str, Any]  # all of it that decides the answers
+    tokenizer: Any  # its tokenizer; None if a server has it
+    window: int  # number of questions answered together
+    # answers questions; yields lines of the output, some at a time
     answer: Callable[[Sequence[Question]], Lines]
 
 

@@ -17,15 +17,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Broken:
-    """A record that cannot be used.
+    """A record that cannot be used."""
 
-    Attributes:
-      reason: reason to count.
-      detail: details of this record.
-    """
-
-    reason: str
-    detail: str = ""
+    reason: str  # reason to count
+    detail: str = ""  # details of this record
 
     def __str__(self) -> str:
         return f"{self.reason}: {one_line(self.detail)}" if self.detail else self.reason
@@ -36,14 +31,10 @@ class Chat:
     """A conversation: optionally a system message, then alternating user and assistant turns.
 
     Tool results may stand between two turns of the assistant.
-
-    Attributes:
-      messages: turns; the last is a trained assistant turn.
-      tools: what the assistant may call, as JSON schemas; None: nothing.
     """
 
-    messages: list[Message]
-    tools: list[Any] | None = None
+    messages: list[Message]  # turns; the last is a trained assistant turn
+    tools: list[Any] | None = None  # what the assistant may call, as JSON schemas; None: nothing
 
 
 @dataclass(frozen=True)
@@ -55,15 +46,10 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenised document.
+    """A tokenised document."""
 
-    Attributes:
-      ids: [length] int64.
-      trained: [length] bool; True for trained tokens.
-    """
-
-    ids: np.ndarray
-    trained: np.ndarray
+    ids: np.ndarray  # [length] int64
+    trained: np.ndarray  # [length] bool; True for trained tokens
 
 
 Document = str | Rendered | Chat | Tokens

@@ -40,15 +40,10 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class LazyFeatures:
-    """Features [n T D] of some rows of a cache; slices are read when taken.
+    """Features [n T D] of some rows of a cache; slices are read when taken."""
 
-    Attributes:
-      cache: features of all rows.
-      rows: [n] indices of its rows.
-    """
-
-    cache: "FeatureCache"
-    rows: np.ndarray
+    cache: "FeatureCache"  # features of all rows
+    rows: np.ndarray  # [n] indices of its rows
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -62,13 +57,9 @@ class LazyFeatures:
 
 @dataclass(frozen=True)
 class RowsWithFeatures(Rows):
-    """Rows with the target's features.
+    """Rows with the target's features."""
 
-    Attributes:
-      features: features of every token; any finite number at padding.
-    """
-
-    features: LazyFeatures
+    features: LazyFeatures  # features of every token; any finite number at padding
 
     def __getitem__(self, index: slice | np.ndarray) -> "RowsWithFeatures":
         features = LazyFeatures(self.features.cache, self.features.rows[index])
@@ -95,19 +86,12 @@ def join_features(prepared: Prepared, cache: "FeatureCache") -> Prepared:
 
 @dataclass(frozen=True)
 class FeatureCache:
-    """A folder of features, of which some shards may not be written yet.
-
-    Attributes:
-      folder: folder of the cache.
-      made_from: name -> value of all that the features depend on.
-      shape: rows, tokens of a row, width.
-      rows_per_shard: number of rows in all shards but the last.
-    """
+    """A folder of features, of which some shards may not be written yet."""
 
     folder: Path
-    made_from: Mapping[str, str]
-    shape: tuple[int, int, int]
-    rows_per_shard: int
+    made_from: Mapping[str, str]  # name -> value of all that the features depend on
+    shape: tuple[int, int, int]  # rows, tokens of a row, width
+    rows_per_shard: int  # number of rows in all shards but the last
 
     @property
     def num_shards(self) -> int:

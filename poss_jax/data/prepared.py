@@ -25,16 +25,11 @@ _LOOKED_AT = 100  # texts inspected to see whether they are chats
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows of a run.
+    """Rows of a run."""
 
-    Attributes:
-      train: rows to train on.
-      validation: rows held out.
-      report: used and dropped records; lengths, packing and trained share of the documents.
-    """
-
-    train: Rows
-    validation: Rows
+    train: Rows  # rows to train on
+    validation: Rows  # rows held out
+    # used and dropped records; lengths, packing and trained share of the documents
     report: dict[str, Any]
 
 
@@ -143,17 +138,12 @@ def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
 
 @dataclass
 class _Sequences:
-    """The sequences of one side of the split.
+    """The sequences of one side of the split."""
 
-    Attributes:
-      kept: the first tokens of each sequence that has a trained token among them.
-      lengths: their lengths before they were cut.
-      num_split: documents of several sequences.
-    """
-
+    # the first tokens of each sequence that has a trained token among them
     kept: list[Tokens] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    num_split: int = 0
+    lengths: list[int] = field(default_factory=list)  # their lengths before they were cut
+    num_split: int = 0  # documents of several sequences
 
     def add(self, sequences: list[Tokens], limit: int | None, *, trains_all: bool) -> Broken | None:
         """Keeps the first `limit` tokens of a document's sequences; Broken: it has none to keep."""

@@ -55,21 +55,13 @@ Record = dict[str, Any] | Broken
 
 @dataclass
 class Tally:
-    """Counts of a data set's records: read, dropped, cut.
-
-    Attributes:
-      source: source of the records.
-      records: how many were read.
-      dropped: reason -> how many could not be used.
-      cut: reason -> how many chats were cut.
-      first_dropped: the first dropped ones: their sources and reasons.
-    """
+    """Counts of a data set's records: read, dropped, cut."""
 
     source: str
-    records: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    cut: Counter[str] = field(default_factory=Counter)
-    first_dropped: list[str] = field(default_factory=list)
+    records: int = 0  # how many were read
+    dropped: Counter[str] = field(default_factory=Counter)  # reason -> how many could not be used
+    cut: Counter[str] = field(default_factory=Counter)  # reason -> how many chats were cut
+    first_dropped: list[str] = field(default_factory=list)  # with their sources and reasons
 
     def drop(self, where: str, broken: Broken) -> None:
         """Counts a dropped record."""
@@ -90,16 +82,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class Documents:
-    """A data set, split.
-
-    Attributes:
-      train: documents to train on.
-      validation: documents held out.
-      tally: counts of the records.
-    """
+    """A data set, split."""
 
     train: list[Document]
-    validation: list[Document]
+    validation: list[Document]  # held out
     tally: Tally
 
 

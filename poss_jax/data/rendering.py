@@ -39,15 +39,10 @@ class RenderError(Exception):
 
 
 class Step(NamedTuple):
-    """A prefix of a chat to render.
+    """A prefix of a chat to render."""
 
-    Attributes:
-      end: number of messages in it.
-      is_asking: add the generation prompt.
-    """
-
-    end: int
-    is_asking: bool
+    end: int  # number of messages in it
+    is_asking: bool  # add the generation prompt
 
 
 def render_chat(
@@ -108,19 +103,12 @@ def render_steps(
 
 
 class _Marks(NamedTuple):
-    """Special tokens of a tokenizer.
+    """Special tokens of a tokenizer."""
 
-    Attributes:
-      ids: id of each, by its text.
-      names: unguessable name of each, by its text.
-      reserved: their ids except the unknown token's, which any text may give.
-      pattern: matches them if a text spells them out.
-    """
-
-    ids: dict[str, int]
-    names: dict[str, str]
-    reserved: frozenset[int]
-    pattern: re.Pattern[str]
+    ids: dict[str, int]  # id of each, by its text
+    names: dict[str, str]  # unguessable name of each, by its text
+    reserved: frozenset[int]  # their ids except the unknown token's, which any text may give
+    pattern: re.Pattern[str]  # matches them if a text spells them out
 
 
 def hide_marks(tokenizer: Any, value: Any) -> Any:

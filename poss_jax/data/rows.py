@@ -21,17 +21,12 @@ _DOCUMENTS_PER_CHUNK = 64
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of text to train on: a whole data set, or the batch of a step.
+    """Rows of text to train on: a whole data set, or the batch of a step."""
 
-    Attributes:
-      tokens: [rows T] int32.
-      loss_mask: [rows T] bool; True for trained tokens.
-      documents: [rows T] int32; document of a token within its row, from 1; 0 is padding at the
-        row's end.
-    """
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
+    tokens: np.ndarray  # [rows T] int32
+    loss_mask: np.ndarray  # [rows T] bool; True for trained tokens
+    # [rows T] int32; document of a token within its row, from 1; 0 is padding at the row's
+    # end
     documents: np.ndarray
 
     def __len__(self) -> int:

@@ -64,15 +64,10 @@ _NEEDED = {  # special tokens: the attribute's name or the token itself
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat as text.
+    """A chat as text."""
 
-    Attributes:
-      text: rendered chat, special tokens spelled out.
-      spans: characters [begin, end) that are trained, in order.
-    """
-
-    text: str
-    spans: list[tuple[int, int]]
+    text: str  # rendered chat, special tokens spelled out
+    spans: list[tuple[int, int]]  # characters [begin, end) that are trained, in order
 
 
 class ChatTemplate:

@@ -37,45 +37,26 @@ _TOOLS = [{"type": "function", "function": _TOOL}]
 
 @dataclass(frozen=True)
 class Turns:
-    """Marks that a template writes around answers.
+    """Marks that a template writes around answers."""
 
-    Attributes:
-      stop: matches a token that ends an answer when it is generated.
-      example: text after the prompt of a small answered chat.
-      header: matches the text before an answer; None if none is recognisable.
-      lead: text that every answer begins with if no prompt asks for it.
-      end: matches the text after an answer in any turn; None if none is recognisable.
-      opening: matches the start of a turn, so that no answer includes it.
-    """
-
-    stop: re.Pattern[str]
-    example: str
-    header: re.Pattern[str] | None
-    lead: str
-    end: re.Pattern[str] | None
-    opening: re.Pattern[str]
+    stop: re.Pattern[str]  # matches a token that ends an answer when it is generated
+    example: str  # text after the prompt of a small answered chat
+    header: re.Pattern[str] | None  # matches the text before an answer; None: not recognisable
+    lead: str  # text that every answer begins with if no prompt asks for it
+    end: re.Pattern[str] | None  # matches the text after an answer; None: not recognisable
+    opening: re.Pattern[str]  # matches the start of a turn, so that no answer includes it
 
 
 class _Sight(NamedTuple):
-    """A small rendered chat, in pieces.
+    """A small rendered chat, in pieces."""
 
-    Attributes:
-      between: text between the question and the prompt's end.
-      asks: the part of it that asks for an answer (the generation prompt).
-      answer: text after the prompt.
-      lead: the part of it before the answer's words.
-      behind: text after the answer's words.
-      followed: the same if another turn follows; None if the answer is then written differently.
-      last: the whole chat with another turn.
-    """
-
-    between: str
-    asks: str
-    answer: str
-    lead: str
-    behind: str
-    followed: str | None
-    last: str
+    between: str  # text between the question and the prompt's end
+    asks: str  # the part of it that asks for an answer (the generation prompt)
+    answer: str  # text after the prompt
+    lead: str  # the part of it before the answer's words
+    behind: str  # text after the answer's words
+    followed: str | None  # the same if another turn follows; None: the answer is then another
+    last: str  # the whole chat with another turn
 
 
 def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) -> Turns | Broken:
