@@ -37,7 +37,7 @@ from .answers import (
     open_dialogue,
     refuse_answer,
 )
-from .self_prompt import SeenQuestions, TurnWriter, find_writer, plan_questions
+from .self_prompt import SeenQuestions, TurnWriter, plan_questions
 from .server import ChatClient, answer_questions, hold_refusals
 
 _BATCHES_PER_WINDOW = 4
@@ -49,8 +49,7 @@ class Answerer(NamedTuple):
     made_from: dict[str, Any]  # all of it that decides the answers
     tokenizer: Any  # its tokenizer; None if a server has it
     window: int  # number of questions answered together
-    # answers questions; yields lines of the output, some at a time
-    answer: Callable[[Sequence[Question]], Lines]
+    answer: Callable[[Sequence[Question]], Lines]  # yields lines of the output, some at a time
 
 
 def regenerate(config: RegenerateConfig, *, overwrite: bool) -> dict[str, Any]:
@@ -123,7 +122,8 @@ def _load_target(config: RegenerateConfig) -> Answerer:
     if template.text is not None:
         engine.tokenizer.chat_template = template.text
     engine.check_stop(config.stop, config.max_new_tokens)
-    window, writer = _BATCHES_PER_WINDOW * config.batch_size, find_writer(config, engine.tokenizer)
+    window = _BATCHES_PER_WINDOW * config.batch_size
+    writer = TurnWriter(config, engine.tokenizer) if config.self_prompt else None
 
     def answer(questions: Sequence[Question]) -> Lines:
         for first in range(0, len(questions), window):
@@ -186,7 +186,7 @@ def answer_window(
 def _find_server(config: RegenerateConfig, url: str) -> Answerer:
     """Finds the server that answers; its address may change between runs."""
     tokenizer = load_tokenizer(as_path(config.target)) if config.target is not None else None
-    writer = find_writer(config, tokenizer)
+    writer = TurnWriter(config, tokenizer) if config.self_prompt else None
     server = ChatClient(url, config.model, config.chat_template_kwargs)
 
     def answer(questions: Sequence[Question]) -> Lines:

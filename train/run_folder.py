@@ -78,14 +78,9 @@ class _Manager(ocp.CheckpointManager):
 
 
 class RunFolder:
-    """A claimed folder of a run.
-
-    Raises:
-      UserError: its checkpoints cannot be read.
-    """
+    """A claimed folder of a run; its methods raise UserError if it cannot be read or written."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Opens the folder."""
         self.path = absolute(config.output)
         self._checkpoints = self.path / "checkpoints"
         self._unwritten: list[str] = []  # lines of metrics.jsonl
@@ -127,11 +122,14 @@ class RunFolder:
         """Returns the newest saved state; the given one if none is saved.
 
         Later metrics are dropped: the run writes them again.
-
-        Raises:
-          UserError: it cannot be read, or metrics.jsonl is damaged.
         """
-        broadcast_from_first(lambda: self._drop_metrics_after(self.latest_step))
+
+        def drop_later_metrics() -> None:
+            if (path := self.path / "metrics.jsonl").exists():
+                kept = [line for step, _, line in self._logged() if step <= self.latest_step]
+                write_file(path, "".join(kept))
+
+        broadcast_from_first(drop_later_metrics)
         return self._read(self.latest_step, state) if self.latest_step else state
 
     def save(
@@ -142,9 +140,6 @@ class RunFolder:
         Args:
           score: score of its validation; None if there was none.
           loss_level: running mean of the loss.
-
-        Raises:
-          UserError: the save before this one failed.
         """
         metrics = {"score": score, "loss_level": loss_level}
         with self._saving():
@@ -159,11 +154,7 @@ class RunFolder:
         return self.latest_step if export == "last" or best is None else best
 
     def exported(self, export: str, state: TrainState) -> TrainState:
-        """Returns the state of that step; `state` is the newest one, and may be freed.
-
-        Raises:
-          UserError: a save failed, or the state cannot be read.
-        """
+        """Returns the state of that step; `state` is the newest one, and may be freed."""
         with self._saving():
             self._manager.wait_until_finished()
         step = self.exported_step(export)
@@ -178,11 +169,7 @@ class RunFolder:
             self._write_metrics()
 
     def logged_validation(self, step: int) -> dict[str, Any]:
-        """Validation logged for a step; empty if there is none.
-
-        Raises:
-          UserError: metrics.jsonl is damaged.
-        """
+        """Validation logged for a step; empty if there is none."""
         for logged_step, metrics, _ in self._logged():
             if logged_step == step and "validation_loss" in metrics:
                 return {key: value for key, value in metrics.items() if key != "step"}
@@ -197,11 +184,7 @@ class RunFolder:
         return path
 
     def close(self) -> None:
-        """Waits for saves under way.
-
-        Raises:
-          UserError: one failed.
-        """
+        """Waits for saves under way."""
         with self._saving():
             self._write_metrics()
             self._manager.close()
@@ -264,11 +247,6 @@ class RunFolder:
                 file.write(text)
         else:
             path.write_text((read_text(path) if path.exists() else "") + text)
-
-    def _drop_metrics_after(self, step: int) -> None:
-        """Drops metrics beyond the checkpoint, which a resumed run writes again."""
-        if (path := self.path / "metrics.jsonl").exists():
-            write_file(path, "".join(line for logged, _, line in self._logged() if logged <= step))
 
     def _logged(self) -> list[tuple[int, dict[str, Any], str]]:
         """Steps, metrics and lines of metrics.jsonl, without what a killed process left in part."""
@@ -376,14 +354,13 @@ def _copied(path: epath.Path) -> Iterator[epath.Path]:
 
 def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
     """True if the folder already holds this run; False if it holds nothing to keep."""
-    for model in (config.target, config.init_target, config.init_draft):
-        if model is not None and real_path(model).is_relative_to(real_path(path)):
-            raise UserError(f"output {path} holds {model}, which is needed; name another folder")
-    inputs = config.features.cache, config.specialists.draft_vocabulary
-    inputs += config.data.source, config.data.template
-    for file in inputs if overwrite else ():
+    inputs = [config.target, config.init_target, config.init_draft]
+    if overwrite:
+        inputs += [config.features.cache, config.specialists.draft_vocabulary]
+        inputs += [config.data.source, config.data.template]
+    for file in inputs:
         if file is not None and real_path(file).is_relative_to(real_path(path)):
-            raise UserError(f"output {path} holds {file}, which --overwrite would remove; move it")
+            raise UserError(f"output {path} holds {file}, which is needed; name another folder")
     is_empty = path.is_dir() and {entry.name for entry in path.iterdir()} <= {".lock"}
     if is_empty or not path.exists():
         return False

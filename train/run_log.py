@@ -67,7 +67,8 @@ def check_finite(step: int, metrics: dict[str, Any]) -> None:
 class RunLog:
     """Writes a step's metrics once the next step has been started.
 
-    So the device never waits for the host and is at most one step ahead.
+    So the device never waits for the host and is at most one step ahead. Methods raise `Diverged`
+    if a step's numbers show it.
     """
 
     def __init__(self, config: TrainConfig, folder: RunFolder, first_step: int) -> None:
@@ -102,20 +103,12 @@ class RunLog:
         return self._watch.level
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
-        """Adds the metrics of a started step; the arrays may not be computed yet.
-
-        Raises:
-          Diverged: the step before diverged.
-        """
+        """Adds the metrics of a started step; the arrays may not be computed yet."""
         self.flush()
         self._pending = step, metrics
 
     def flush(self) -> None:
-        """Waits for the newest step.
-
-        Raises:
-          Diverged: it diverged.
-        """
+        """Waits for the newest step."""
         if self._pending is None:
             return
         (step, arrays), self._pending = self._pending, None
@@ -135,11 +128,7 @@ class RunLog:
             self._show(loss=metrics["loss"])
 
     def validated(self, step: int, results: dict[str, Any]) -> None:
-        """Logs a validation.
-
-        Raises:
-          Diverged: it is not finite.
-        """
+        """Logs a validation."""
         check_finite(step, results)
         self._write(step, results)
         if self._progress.disable and is_first_process():  # no terminal

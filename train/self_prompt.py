@@ -102,11 +102,7 @@ class TurnWriter:
     """
 
     def __init__(self, config: RegenerateConfig, tokenizer: Any) -> None:
-        """Finds how the tokenizer's template opens and ends a user's turn.
-
-        Raises:
-          UserError: they cannot be found.
-        """
+        """Finds how the tokenizer's template opens and ends a user's turn."""
         if tokenizer is None or not tokenizer.chat_template:
             raise UserError(
                 "self_prompt: want a target whose tokenizer has a chat template, got none; give "
@@ -131,11 +127,7 @@ class TurnWriter:
         return is_own and is_open and dialogue.num_answered < self.num_turns
 
     def prompt(self, dialogue: Dialogue) -> list[int]:
-        """Token ids of a conversation up to where the next turn begins.
-
-        Raises:
-          UserError: see `find_opening`.
-        """
+        """Token ids of a conversation up to where the next turn begins (see `find_opening`)."""
         text, _ = find_opening(self._tokenizer, dialogue.messages)
         # A trailing space belongs to the first word's token.
         ids = call_tokenizer(self._tokenizer, text.rstrip(" "), add_special_tokens=False)
@@ -180,11 +172,6 @@ class TurnWriter:
         if "\ufffd" in text:
             return "a user's turn that is not UTF-8"
         return "a user's turn that repeats itself" if repeats_itself(text) else ""
-
-
-def find_writer(config: RegenerateConfig, tokenizer: Any) -> TurnWriter | None:
-    """Makes the writer of user turns; None if the target is to write none."""
-    return None if config.self_prompt is None else TurnWriter(config, tokenizer)
 
 
 def repeats_itself(text: str) -> bool:

@@ -51,11 +51,7 @@ class ChatClient:
     def __init__(
         self, url: str, model: str | None = None, chat_template_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Sets the address; asks the server for its first model if none is given.
-
-        Raises:
-          UserError: the server does not answer, or the package openai is missing.
-        """
+        """Sets the address; asks the server for its first model if none is given."""
         try:
             import openai
         except ModuleNotFoundError as error:
@@ -78,7 +74,6 @@ class ChatClient:
 
         Raises:
           Refused: the server refuses this question, or its answer is unusable.
-          UserError: it answers no question.
         """
 
         def read(choice: dict[str, Any]) -> tuple[Generation, dict[str, str]]:
@@ -257,11 +252,7 @@ def _take(waiting: deque[AsyncResult[Line]]) -> list[Line]:
 
 
 def _read(choice: dict[str, Any], text: str, thoughts: str = "") -> Generation:
-    """Turns a text into an answer.
-
-    Raises:
-      Refused: it is unusable.
-    """
+    """Turns a text into an answer, if it is usable."""
     reason = choice.get("finish_reason")
     if reason == "content_filter":
         raise Refused("the server's content filter ended an answer")

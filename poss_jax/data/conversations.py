@@ -99,7 +99,13 @@ def read_document(record: dict[str, Any], kind: str | None) -> tuple[Document | 
     """
     match kind:
         case "chat":
-            return _read_chat(record)
+            turns = _turns(record)
+            if not turns:
+                return Broken("no list of messages" if turns is None else "empty conversation"), ""
+            messages, oddity = _read_turns(turns)
+            if messages := end_with_answer(messages):
+                return _make_chat(record, messages), oddity.reason if oddity else ""
+            return oddity or Broken("no answer to train on"), ""
         case "pairs":
             return _read_pair(record), "earlier turns in 'history'" if record.get("history") else ""
         case "tokens":
@@ -201,16 +207,6 @@ def _with_system(record: dict[str, Any], messages: list[Message]) -> list[Messag
 def _turns(record: dict[str, Any]) -> list[Any] | None:
     """Raw turns of a chat; None for any other record."""
     return next((record[key] for key in _CHAT_KEYS if isinstance(record.get(key), list)), None)
-
-
-def _read_chat(record: dict[str, Any]) -> tuple[Chat | Broken, str]:
-    turns = _turns(record)
-    if not turns:
-        return Broken("no list of messages" if turns is None else "empty conversation"), ""
-    messages, oddity = _read_turns(turns)
-    if messages := end_with_answer(messages):
-        return _make_chat(record, messages), oddity.reason if oddity else ""
-    return oddity or Broken("no answer to train on"), ""
 
 
 def _make_chat(record: dict[str, Any], messages: list[Message]) -> Chat | Broken:

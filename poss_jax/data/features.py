@@ -139,11 +139,7 @@ class FeatureCache:
             )
 
     def start(self) -> None:
-        """Says in the folder what it is to hold, unless it says so already.
-
-        Raises:
-          UserError: it says something else by now.
-        """
+        """Says in the folder what it is to hold; refuses one that says something else by now."""
         path = self.folder / _MANIFEST
         manifest = {
             "made_from": dict(self.made_from),
@@ -171,11 +167,7 @@ class FeatureCache:
             time.sleep(_LOOK_SECONDS)
 
     def write(self, shard: int, features: Iterable[np.ndarray]) -> None:
-        """Writes a shard; nothing of it is kept if that fails.
-
-        Args:
-          features: its rows in order, each [some T D] bfloat16.
-        """
+        """Writes a shard from its rows in order, each [some T D] bfloat16; whole or not at all."""
         shape = len(self.rows_of(shard)), *self.shape[1:]
         header = {"descr": _BITS.str, "fortran_order": False, "shape": shape}
         with replaced(self._path(shard)) as partial, partial.open("wb") as file:
@@ -187,11 +179,7 @@ class FeatureCache:
             os.fsync(file.fileno())
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Features [n T D] bfloat16 of some rows; reads only these.
-
-        Raises:
-          UserError: a shard is missing or damaged.
-        """
+        """Features [n T D] bfloat16 of some rows; reads only these."""
         features = np.empty((len(rows), *self.shape[1:]), _BITS)
         shards, indices = np.divmod(rows, self.rows_per_shard)
         for shard in np.unique(shards):

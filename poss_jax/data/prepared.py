@@ -27,10 +27,9 @@ _LOOKED_AT = 100  # texts inspected to see whether they are chats
 class Prepared:
     """Rows of a run."""
 
-    train: Rows  # rows to train on
-    validation: Rows  # rows held out
-    # used and dropped records; lengths, packing and trained share of the documents
-    report: dict[str, Any]
+    train: Rows
+    validation: Rows  # held out
+    report: dict[str, Any]  # records used and dropped; lengths, packing, trained share
 
 
 def prepare(
@@ -52,7 +51,18 @@ def prepare(
         vocabulary; a loss mask of nothing or everything; a folder prepared with other settings.
     """
     path = folder / _FILE
-    made_from = _fingerprint(config, tokenizer, vocab_size, stop_ids)
+    template = config.template
+    if template is not None and (file := as_path(template)).is_file():
+        template = read_text(file)
+    decides = [  # all that decides the rows except the source's content
+        config_to_dict(config),
+        template,
+        tokenizer.chat_template,
+        vocab_size,
+        sorted(tokenizer.get_vocab().items()),
+        sorted(stop_ids),
+    ]
+    made_from = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
     if path.exists():
         return _read(path, made_from)
     documents = load() if load else load_documents(config)
@@ -140,8 +150,7 @@ def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
 class _Sequences:
     """The sequences of one side of the split."""
 
-    # the first tokens of each sequence that has a trained token among them
-    kept: list[Tokens] = field(default_factory=list)
+    kept: list[Tokens] = field(default_factory=list)  # those with a trained token, cut to a row
     lengths: list[int] = field(default_factory=list)  # their lengths before they were cut
     num_split: int = 0  # documents of several sequences
 
@@ -200,24 +209,6 @@ def _refuse_spelled_out(texts: Sequence[Any], config: DataConfig, tokenizer: Any
             f"data.source {config.source!r}: texts spell out {marks[0].group()!r}, like chats that "
             "a template has written; set data.format to rendered (or to text, if they are not)"
         )
-
-
-def _fingerprint(
-    config: DataConfig, tokenizer: Any, vocab_size: int, stop_ids: Sequence[int]
-) -> str:
-    """Hash of all that decides the rows except the source's content."""
-    template = config.template
-    if template is not None and (path := as_path(template)).is_file():
-        template = read_text(path)
-    parts = [
-        config_to_dict(config),
-        template,
-        tokenizer.chat_template,
-        vocab_size,
-        sorted(tokenizer.get_vocab().items()),
-        sorted(stop_ids),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _read(path: AnyPath, made_from: str) -> Prepared:

@@ -25,9 +25,7 @@ class Rows:
 
     tokens: np.ndarray  # [rows T] int32
     loss_mask: np.ndarray  # [rows T] bool; True for trained tokens
-    # [rows T] int32; document of a token within its row, from 1; 0 is padding at the row's
-    # end
-    documents: np.ndarray
+    documents: np.ndarray  # [rows T] int32; a token's document within its row, from 1; 0: padding
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -166,19 +164,19 @@ def encode_documents(
 def _encode_chats(
     rendered: Sequence[list[RenderedChat] | Broken], tokenizer: Any
 ) -> Iterator[list[Tokens] | Broken]:
-    chats = [chat for item in rendered if not isinstance(item, Broken) for chat in item]
-    bounds = [[*itertools.chain(*chat.spans), len(chat.text)] for chat in chats]
-    beginnings = [chat.text[:end] for chat, ends in zip(chats, bounds, strict=True) for end in ends]
+    beginnings: list[str] = []
+    for chat in itertools.chain(*(item for item in rendered if not isinstance(item, Broken))):
+        beginnings += [chat.text[:end] for end in itertools.chain(*chat.spans)] + [chat.text]
     encoded = iter(encode_rendered(tokenizer, beginnings) if beginnings else [])
-    sequences = (
-        _join(chat, list(itertools.islice(encoded, len(ends))), tokenizer)
-        for chat, ends in zip(chats, bounds, strict=True)
-    )
     for item in rendered:
         if isinstance(item, Broken):
             yield item
-        else:
-            yield list(itertools.chain(*itertools.islice(sequences, len(item))))
+            continue
+        sequences: list[Tokens] = []
+        for chat in item:
+            prefixes = list(itertools.islice(encoded, 2 * len(chat.spans) + 1))
+            sequences += _join(chat, prefixes, tokenizer)
+        yield sequences
 
 
 def _join(chat: RenderedChat, encoded: Sequence[list[int]], tokenizer: Any) -> Iterator[Tokens]:

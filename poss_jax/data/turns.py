@@ -88,13 +88,21 @@ def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) ->
     if not has_end and textual.strip():
         ends, has_end = ends | {textual}, True
     end = match_any(ends) if has_end else None
+    # A turn opens with its first special token, or else with all that the template writes there.
+    turn = (seen.followed or "").partition(NEXT)[0]
+    mark = end.search(turn) if end else None
+    openings = set[str]()
+    for text in (turn[mark.end() :] if mark else turn, seen.asks or seen.between):
+        if text.strip():
+            opening = special.search(text)
+            openings.add(opening.group() if opening else text)
     return Turns(
         stop=match_any(marks),
         example=seen.answer,
         header=_header(seen, call, special, end),
         lead=_lead(seen),
         end=end,
-        opening=match_any(_openings(seen, special, end) - ends),
+        opening=match_any(openings - ends),
     )
 
 
@@ -173,19 +181,6 @@ def _header(
 
 def _lead(seen: _Sight) -> str:
     return seen.lead if not seen.asks and seen.lead.strip() else ""
-
-
-def _openings(seen: _Sight, special: re.Pattern[str], end: re.Pattern[str] | None) -> set[str]:
-    """Starts of user and assistant turns: the first special token, else the whole text."""
-    turn = (seen.followed or "").partition(NEXT)[0]
-    mark = end.search(turn) if end else None
-    begun = [turn[mark.end() :] if mark else turn, seen.asks or seen.between]
-    marks = [special.search(text) for text in begun]
-    return {
-        mark.group() if mark else text
-        for text, mark in zip(begun, marks, strict=True)
-        if text.strip()
-    }
 
 
 def _common_start(first: Any, second: Any) -> Any:
