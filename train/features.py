@@ -136,7 +136,7 @@ def fill_cache(
       UserError: the shards cannot be written, or this process does not see them.
     """
     names = [field.name for field in fields(Rows)]
-    rows = Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    rows = Rows(*(np.concatenate([getattr(rows, name) for rows in parts]) for name in names))
     progress = progress_bar(
         total=len(rows), desc="features", unit="row", delay=2, disable=not is_first_process()
     )

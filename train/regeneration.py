@@ -69,7 +69,7 @@ def _answer_remaining(
     config: RegenerateConfig, output: Path, answerer: Answerer, *, overwrite: bool
 ) -> dict[str, Any]:
     questions = plan_questions(config, answerer.tokenizer)
-    asked = "".join(json.dumps([one.where, str(one.messages)]) for one in questions)
+    asked = "".join(json.dumps([question.where, str(question.messages)]) for question in questions)
     values = config_to_dict(config)
     names = ["sampling", "max_new_tokens", "stop", "keeps_unfinished"]
     if config.self_prompt is not None:

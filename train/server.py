@@ -129,12 +129,12 @@ class ChatClient:
             else:
                 reply = self._client.post(path, cast_to=object, body=body)
         except openai.APIStatusError as error:
-            said = error.body
-            said = said.get("message", said) if isinstance(said, dict) else said
-            said = " ".join(str(said).encode(errors="replace").decode().split())[:300]
+            message = error.body
+            message = message.get("message", message) if isinstance(message, dict) else message
+            message = " ".join(str(message).encode(errors="replace").decode().split())[:300]
             if error.status_code in _OF_THE_QUESTION and body is not None:
-                raise Refused(f"{_REFUSES} {error.status_code}", said) from error
-            raise self._error(f"got status {error.status_code}: {said}") from error
+                raise Refused(f"{_REFUSES} {error.status_code}", message) from error
+            raise self._error(f"got status {error.status_code}: {message}") from error
         except openai.APIConnectionError as error:
             raise self._error(f"got {str(error.__cause__) or error}") from error
         except (ValueError, RecursionError) as error:

@@ -176,7 +176,7 @@ class DraftStage:
         specialists, layers = draft.num_specialists, draft.layers_per_specialist[0]
         has_vocabulary = draft.head_size or record.draft_vocabulary
         has_other_vocabulary = self._vocabulary not in (None, record.draft_vocabulary)
-        for name, is_unfit, wanted in (
+        for name, is_unfit, required in (
             (
                 "positions_per_specialist",
                 len(settings.positions_per_specialist) < specialists,
@@ -195,8 +195,8 @@ class DraftStage:
         ):
             if is_unfit:
                 raise UserError(
-                    f"specialists.{name}: want {wanted}, as init_draft {self._run.init_draft} has; "
-                    "leave the setting out, or start from scratch"
+                    f"specialists.{name}: want {required}, as init_draft {self._run.init_draft} "
+                    "has; leave the setting out, or start from scratch"
                 )
 
     def load_weights(self) -> None:

@@ -94,20 +94,20 @@ def make_prepared(
         _refuse_spelled_out(documents.train, config, tokenizer)
     packing = config.packing or ("stream" if isinstance(first, str) else "documents")
     limit = None if packing == "stream" else config.sequence_length
-    parts = {name: _Sequences() for name in _PARTS}
-    for name, part in parts.items():
+    sides = {name: _Sequences() for name in _PARTS}
+    for name, side in sides.items():
         split = getattr(documents, name)
         for document, encoded in zip(
             split, encode_documents(split, tokenizer, template), strict=True
         ):
             if isinstance(encoded, list):
                 _check_vocabulary(document, encoded, vocab_size)
-                encoded = part.add(encoded, limit, trains_all=config.train_on == "all")
+                encoded = side.add(encoded, limit, trains_all=config.train_on == "all")
             if isinstance(encoded, Broken):
                 tally.drop(_excerpt(document), encoded)
     tally.check(config.max_dropped)
     length = config.sequence_length
-    rows = {name: make_rows(part.kept, length, packing) for name, part in parts.items()}
+    rows = {name: make_rows(side.kept, length, packing) for name, side in sides.items()}
     if not isinstance(first, str) and config.train_on == "assistant":
         share = rows["train"].loss_mask.sum() / (rows["train"].documents > 0).sum()
         if not 0 < share < 1:
@@ -125,15 +125,15 @@ def make_prepared(
         "dropped": dict(tally.dropped.most_common()),
         "first_dropped": tally.first_dropped,
         "used_in_part": dict(tally.cut.most_common()),
-        **{name: part.statistics(rows[name], limit) for name, part in parts.items()},
+        **{name: side.statistics(rows[name], limit) for name, side in sides.items()},
     }
     return Prepared(**rows, report=report)
 
 
 def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
     """Cuts chats where the template leaves something out, and counts them."""
-    tally, parts = documents.tally, {name: list[Document]() for name in _PARTS}
-    for name, kept in parts.items():
+    tally, sides = documents.tally, {name: list[Document]() for name in _PARTS}
+    for name, kept in sides.items():
         for document in getattr(documents, name):
             fitted, left_out = document, ""
             if isinstance(document, Chat):
@@ -143,7 +143,7 @@ def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
                 tally.drop(_excerpt(document), fitted)
             else:
                 kept.append(fitted)
-    return Documents(**parts, tally=tally)
+    return Documents(**sides, tally=tally)
 
 
 @dataclass
