@@ -127,14 +127,7 @@ def answer_files(output: Path) -> tuple[Path, Path, Path]:
 
 
 class AnswerFiles:
-    """The output file, the failures, and how both were made.
-
-    Attributes:
-      output: a .jsonl file of chats.
-      failed: a .jsonl file of what could not be answered, and why.
-      num_done: questions done, counted from the first.
-      counts: lines of the files: `answered`, or the reason.
-    """
+    """The output file, the failures, and how both were made."""
 
     def __init__(
         self, output: Path, made_from: dict[str, Any], window: int, *, overwrite: bool = False
@@ -149,9 +142,9 @@ class AnswerFiles:
         Raises:
           UserError: the files are something else, or were made with other settings.
         """
-        self.output = output
-        _, self.failed, self._about = answer_files(output)
-        self.num_done, self.counts = 0, Counter[str]()
+        self.output, self.failed, self._about = answer_files(output)
+        self.num_done = 0  # questions done, counted from the first
+        self.counts = Counter[str]()  # lines of the files: `answered`, or the reason
         made_from = json.loads(json.dumps(made_from))
         written = (path for path in (output, self.failed, self._about) if path.exists())
         self._to_start: dict[str, Any] | None = None

@@ -26,8 +26,6 @@ from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.running import run_program
 
 _DATA_OPTIONS = ("source", "subset", "split", "template", "system_prompt", "max_documents")
-
-
 _ACTIONS = {
     "--overwrite": {
         "action": "store_true",

@@ -58,11 +58,8 @@ def regenerate(config: RegenerateConfig, *, overwrite: bool) -> dict[str, Any]:
     check_writable(output)
     _check_apart(config.data.source, output)
     with sole_writer(output):
-        if config.server is None:
-            answerer = _load_target(config)
-        else:
-            answerer = _find_server(config, config.server)
-        return _answer_remaining(config, output, answerer, overwrite=overwrite)
+        load = _load_target if config.server is None else _find_server
+        return _answer_remaining(config, output, load(config), overwrite=overwrite)
 
 
 def _answer_remaining(
@@ -183,11 +180,12 @@ def answer_window(
     return [answer_line(*pair, engine.max_length) for pair in pairs]
 
 
-def _find_server(config: RegenerateConfig, url: str) -> Answerer:
+def _find_server(config: RegenerateConfig) -> Answerer:
     """Finds the server that answers; its address may change between runs."""
+    assert config.server is not None
     tokenizer = load_tokenizer(as_path(config.target)) if config.target is not None else None
     writer = TurnWriter(config, tokenizer) if config.self_prompt else None
-    server = ChatClient(url, config.model, config.chat_template_kwargs)
+    server = ChatClient(config.server, config.model, config.chat_template_kwargs)
 
     def answer(questions: Sequence[Question]) -> Lines:
         return answer_questions(server, questions, config, writer)

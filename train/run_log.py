@@ -34,14 +34,11 @@ class Diverged(Exception):
 
 
 class LossWatch:
-    """Compares the loss of every step with the running mean of earlier steps.
-
-    Attributes:
-      level: the running mean; None before the first step.
-    """
+    """Compares the loss of every step with the running mean of earlier steps."""
 
     def __init__(self, factor: float | None, level: float | None) -> None:
-        self._factor, self.level = factor, level
+        self._factor = factor
+        self.level = level  # the running mean; None before the first step
 
     def check(self, step: int, metrics: dict[str, Any]) -> None:
         """Adds a step's metrics, or raises `Diverged`."""

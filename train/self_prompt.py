@@ -92,14 +92,7 @@ def find_opening(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[st
 
 
 class TurnWriter:
-    """Lets a target write the user's turns of conversations.
-
-    Attributes:
-      num_turns: user's turns of a conversation.
-      max_new_tokens: most tokens of a turn.
-      stop: strings that end a turn, if no special token does.
-      stop_ids: tokens that end it, besides the answers' stop tokens.
-    """
+    """Lets a target write the user's turns of conversations."""
 
     def __init__(self, config: RegenerateConfig, tokenizer: Any) -> None:
         """Finds how the tokenizer's template opens and ends a user's turn."""
@@ -116,6 +109,7 @@ class TurnWriter:
         ending = find_opening(tokenizer, [])[1].strip()
         special = self._special.match(ending)
         token = special and tokenizer.convert_tokens_to_ids(special.group())
+        # What ends a turn: tokens besides the answers' stop tokens; else strings.
         self.stop_ids = [] if token is None else [token]
         self.stop = () if special or not ending else (ending.splitlines()[0],)
 

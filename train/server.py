@@ -5,7 +5,6 @@ one failure, unless it refuses all of the first ones. OpenAI's client asks a bus
 server again, at growing intervals.
 """
 
-import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,11 +41,7 @@ class Refused(Exception):
 
 
 class ChatClient:
-    """A chat server with OpenAI's interface.
-
-    Attributes:
-      model: name of the model that answers.
-    """
+    """A chat server with OpenAI's interface, and the name of the model that answers."""
 
     def __init__(
         self, url: str, model: str | None = None, chat_template_kwargs: dict[str, Any] | None = None
@@ -193,8 +188,10 @@ def hold_refusals(answers: Lines) -> Lines:
     with closing(answers):
         for lines in answers:
             held += lines
-            answered = ("messages" in line and not _is_refusal(line) for line in held)
-            num_failed = next(itertools.compress(itertools.count(), answered), len(held))
+            num_failed = next(
+                (i for i, line in enumerate(held) if "messages" in line and not _is_refusal(line)),
+                len(held),
+            )
             refused = list(filter(_is_refusal, held[:num_failed]))
             if num_failed < len(held) or len(refused) >= _REFUSALS:
                 break

@@ -42,7 +42,22 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
             )
             write_draft_vocabulary(args.output, vocabulary)
             summary["output"] = str(args.output)
-    print("\n".join(_format_counts(config, counts, size)))
+    vocab_size, num_seen = len(trained), int((trained > 0).sum())
+    powers = {1 << power for power in range(4, vocab_size.bit_length())}
+    sizes = powers | {vocab_size, size or vocab_size}
+    table = []
+    for shown in sorted(sizes):
+        tokens = choose_tokens(trained, shown)
+        table.append([shown, *(f"{coverage_of(split, tokens):.2%}" for split in counts)])
+    lines = [
+        f"{config.data.source}: {trained.sum():,} tokens are trained on, {num_seen:,} of "
+        f"{vocab_size:,} different ones occur",
+        "",
+        *show_rows(["size", "coverage, training", "coverage, held out"], table),
+    ]
+    if size is not None and size > num_seen:
+        lines += ["", f"{size - num_seen:,} of the {size:,} tokens never occur: the lowest ids"]
+    print("\n".join(lines))
     return summary
 
 
@@ -100,26 +115,3 @@ def size_for_coverage(counts: np.ndarray, coverage: float) -> int:
 def coverage_of(counts: np.ndarray, tokens: np.ndarray) -> float:
     """Share of the counted tokens that are in a vocabulary."""
     return float(counts[tokens].sum() / counts.sum())
-
-
-def _format_counts(
-    config: TrainConfig, counts: tuple[np.ndarray, np.ndarray], size: int | None
-) -> list[str]:
-    """Describes the counts and tabulates the coverage of several sizes, from 16."""
-    trained = counts[0]
-    vocab_size, num_seen = len(trained), int((trained > 0).sum())
-    powers = {1 << power for power in range(4, vocab_size.bit_length())}
-    sizes = powers | {vocab_size, size or vocab_size}
-    table = []
-    for shown in sorted(sizes):
-        tokens = choose_tokens(trained, shown)
-        table.append([shown, *(f"{coverage_of(split, tokens):.2%}" for split in counts)])
-    lines = [
-        f"{config.data.source}: {trained.sum():,} tokens are trained on, {num_seen:,} of "
-        f"{vocab_size:,} different ones occur",
-        "",
-        *show_rows(["size", "coverage, training", "coverage, held out"], table),
-    ]
-    if size is not None and size > num_seen:
-        lines += ["", f"{size - num_seen:,} of the {size:,} tokens never occur: the lowest ids"]
-    return lines

@@ -54,7 +54,13 @@ def train_tokenizer(
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    model.train_from_iterator(_sample(texts), trainer)
+    sample, budget = list[str](), TOKENIZER_SAMPLE_CHARACTERS
+    for text in texts:
+        sample.append(text[:budget])
+        budget -= len(text)
+        if budget <= 0:
+            break
+    model.train_from_iterator(sample, trainer)
     model.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, model.token_to_id(BOS))]
     )
@@ -147,15 +153,6 @@ def errors_of_tokenizer(what: str, to_do: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise UserError(f"{what}: {one_line(error)}; {to_do}") from error
-
-
-def _sample(texts: Iterable[str]) -> Iterator[str]:
-    budget = TOKENIZER_SAMPLE_CHARACTERS
-    for text in texts:
-        yield text[:budget]
-        budget -= len(text)
-        if budget <= 0:
-            return
 
 
 def _transformers() -> Any:
