@@ -71,14 +71,7 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """Renders chats as this tokenizer's target reads them.
-
-    Attributes:
-      name: name of the template, for reports.
-      text: source of the template; None: the tokenizer's.
-      ends_turns: whether an answer ends with a special token; without one a target never learns
-        to stop.
-    """
+    """Renders chats as this tokenizer's target reads them."""
 
     def __init__(
         self,
@@ -97,8 +90,8 @@ class ChatTemplate:
           UserError: no such template, or one that does not fit the tokenizer or cannot be used.
         """
         self._tokenizer, self._system_prompt = tokenizer, system_prompt
-        self.text = _read_template(tokenizer, name)
-        self.name = name or "the tokenizer's own"
+        self.text = _read_template(tokenizer, name)  # None: the tokenizer's
+        self.name = name or "the tokenizer's own"  # for reports
         added = tokenizer.added_tokens_decoder
         stop_tokens = [*stop_ids, *special_ids(tokenizer, "eos")]
         stops = {added[token].content for token in stop_tokens if token in added}
@@ -112,6 +105,7 @@ class ChatTemplate:
             raise UserError(f"chat template ({self.name}): {turns}; set data.template to another")
         self._turns = turns
         trained = turns.example[: self._length_trained(turns.example)]
+        # Whether an answer ends with a special token: without one a target never learns to stop.
         self.ends_turns = bool(self._special_end.search(trained))
 
     def render(self, chat: Chat) -> list[RenderedChat] | Broken:
