@@ -281,16 +281,20 @@ def _metavar(key: str, keys: Mapping[str, Key]) -> str:
     return next(named, "|".join(choices) or by_type)
 
 
+def read_pairs(flag: str, texts: Sequence[str], syntax: str) -> dict[str, str]:
+    """Reads NAME=VALUE texts of a repeated option; UserError: one is malformed or named twice."""
+    pairs = [text.partition("=") for text in texts]
+    if len({name for name, _, _ in pairs}) < len(pairs) or not all(map(all, pairs)):
+        raise UserError(f"{flag}: want {syntax}, each name once, got {shorten(texts)}")
+    return {name: value for name, _, value in pairs}
+
+
 def _set(values: dict[str, Any], key: str, value: Any, keys: Mapping[str, Key], flag: str) -> None:
     """Sets a key in nested values to what its option was given; a tree begins as the default."""
     if key == "drafts":  # a folder's own name is its name in reports
         value = [text if "=" in text else f"{Path(text).name}={text}" for text in value]
     if _kind(keys[key]) is dict:
-        pairs = [text.partition("=") for text in value]
-        if len({name for name, _, _ in pairs}) < len(pairs) or not all(map(all, pairs)):
-            syntax = _metavar(key, keys)
-            raise UserError(f"{flag}: want {syntax}, each name once, got {shorten(value)}")
-        value = {name: text for name, _, text in pairs}
+        value = read_pairs(flag, value, _metavar(key, keys))
     *sections, name = key.split(".")
     for section in sections:
         if section == "tree" and values.get(section) is None:
