@@ -173,7 +173,7 @@ def test_trees_tuned_for_others_are_left_alone(runs, tmp_path, caplog, monkeypat
     assert find_tuned(draft, record) is None
     assert "was tuned for another draft" in caplog.text
     write_tuned(path, {1: SMALL}, record, header={}, comments={1: ""})
-    monkeypatch.setattr(tree_files, "_device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(tree_files, "_devices", lambda mesh: "NVIDIA H100 80GB HBM3")
     assert find_tuned(draft, record) is None
     assert f"{path} was tuned on another kind of device than this one, NVIDIA H100" in caplog.text
     path.rename(tuned_file(draft))

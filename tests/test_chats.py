@@ -394,7 +394,7 @@ def test_threads_get_their_own_texts() -> None:
 
 
 HALF = "prompt: want text as UTF-8, got half a character"
-LONG = "want token ids of 0 to 9, got one of more than 64 bits"
+LONG = "want token ids of 0 to 9, got a number of too many digits"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from benchmarks.options import read_schemas
 from poss_jax import Engine, Generation, SamplingConfig, Scheduler, Slots, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, Drafting
 from poss_jax.engine import batch, leader
-from poss_jax.engine.batch import no_masks
+from poss_jax.engine.batch import Batch, no_masks
 from poss_jax.engine.grammar import Grammar, GrammarCompiler
 from poss_jax.engine.grammar_trials import LIMITS
 from poss_jax.engine.guides import GrammarState, Walk
@@ -228,7 +228,7 @@ def test_a_follower_needs_no_grammar(alone, monkeypatch) -> None:
     finally:
         scheduler.close()
     assert [one and one.output_ids for one in answers] == [one.output_ids for one in alone]
-    monkeypatch.setattr(batch, "walk_trees", None)
+    monkeypatch.setattr(Batch, "walk", None)
     follow(theirs)
     for a, b in zip(jax.tree.leaves(theirs.state), jax.tree.leaves(ours.state), strict=True):
         np.testing.assert_array_equal(a, b)

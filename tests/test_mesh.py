@@ -24,7 +24,6 @@ from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.decode.tree import root_tree
-from poss_jax.engine import device
 from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.device import least_bytes
 from poss_jax.model.quantise import quantise_target
@@ -154,15 +153,6 @@ def test_weights_and_caches_are_held_in_parts(engine: Engine) -> None:
         for e in (engine, one)
     ]
     assert sizes[0] < sizes[1] / 6
-
-
-def test_memory_of_whole_caches_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "device_memory", lambda: 1)
-    error = "; every device holds the caches whole, since mesh.tensor 4 does not divide 2 key heads"
-    for draft, end in ((E3, error), (POSS, "shorten the prompts")):
-        one = random_engine(draft, MeshConfig(tensor=4))
-        with pytest.raises(UserError, match=f"{end}$"):
-            FixedBatch(one, [one.prepare(PROMPTS[0], N)])
 
 
 def test_a_quantised_weight_is_cut_with_its_scale_and_sums(monkeypatch: pytest.MonkeyPatch) -> None:

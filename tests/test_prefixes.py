@@ -18,7 +18,6 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Scheduler
 from poss_jax.engine.slots import Prefixes, Slots, name_blocks
-from poss_jax.engine.steps import Block
 from poss_jax.model.cache import KeysValues
 
 MUCH = 2**26
@@ -107,7 +106,7 @@ def keep_all(prefixes: Prefixes, ids: Sequence[int]) -> int:
     """Reads a prompt; returns how many of its blocks were there."""
     num_found = len(prefixes.find(names(ids)))
     new = range(num_found, len(names(ids)))
-    prefixes.keep(names(ids), new, lambda index: Block(KeysValues([], []), None))
+    prefixes.keep(names(ids), new, lambda index: (KeysValues([], []), None))
     return num_found
 
 

@@ -148,7 +148,7 @@ def test_what_is_compiled_after_the_warm_up_is_counted(warm: Scheduler, caplog) 
     def compile_another() -> None:
         jax.jit(lambda x: x + 1).lower(1.0).compile()
 
-    warm._calls.run(compile_another, alone=True)
+    warm._call(compile_another, alone=True)
     assert warm.stats.compilations == 1 and "after the warm-up" in caplog.text
     warm.stats.compilations = 0
 
@@ -257,7 +257,7 @@ def test_readers_hear_when_nothing_comes(engine: Engine, warm: Scheduler):
             held.set()
             goes_on.wait()
 
-        threading.Thread(target=warm._calls.run, args=[hold_up]).start()
+        threading.Thread(target=warm._call, args=[hold_up]).start()
         held.wait()  # now nothing is decoded
         async for item in merge([warm.submit(prompt)], patience=0.05):
             if item is None:
@@ -424,7 +424,7 @@ def test_other_weights_while_a_prompt_is_half_read(engine, warm, monkeypatch):
                 threading.Thread(target=warm.update_weights, args=[draw_pair(seed=0)[0]])
             )
             updates[0].start()
-            while not warm._calls:
+            while not warm._calls_alone:
                 time.sleep(0.001)
 
     monkeypatch.setattr(Slots, "extend", ask)

@@ -50,40 +50,25 @@ class Generation:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at the place of one token (see `decode.verify.Logprobs`).
+    """Log-probabilities at the position of one token (see `decode.verify.Logprobs`)."""
 
-    Attributes:
-      chosen: log-probability of the token.
-      ids: the most likely tokens, best first.
-      top: their log-probabilities.
-    """
-
-    chosen: float
-    ids: list[int]
-    top: list[float]
+    chosen: float  # of the token
+    ids: list[int]  # the most likely tokens, best first
+    top: list[float]  # their log-probabilities
 
 
 class Round(NamedTuple):
-    """One round of one sequence, on the host.
+    """One round of one sequence, on the host."""
 
-    Attributes:
-      tokens: the new tokens.
-      is_done: the text ended at a stop token or its limit.
-      logprobs: log-probabilities of the new tokens, if requested.
-      num_accepted: accepted nodes of the tree: first drafted ones, then copied ones, then certain
-        ones; None for the first token, which no round chose.
-      num_offered: deepest position offered along the accepted path.
-      num_copied: accepted tokens that only lookup proposed.
-      num_certain: accepted tokens that only a grammar proposed, which allows no others.
-    """
-
-    tokens: list[int]
-    is_done: bool
-    logprobs: Sequence[TokenLogprobs] = ()
+    tokens: list[int]  # the new ones
+    is_done: bool  # the text ended at a stop token or its limit
+    logprobs: Sequence[TokenLogprobs] = ()  # of the new tokens, if requested
+    # Accepted nodes of the tree: first drafted ones, then copied ones, then certain ones; None for
+    # the first token, which no round chose.
     num_accepted: int | None = None
-    num_offered: int | None = None
-    num_copied: int = 0
-    num_certain: int = 0
+    num_offered: int | None = None  # deepest position offered along the accepted path
+    num_copied: int = 0  # accepted tokens that only lookup proposed
+    num_certain: int = 0  # accepted tokens that only a grammar proposed, which allows no others
 
     @property
     def depths(self) -> list[int]:
@@ -173,10 +158,8 @@ class LiveAnswer:
         self._least = prompt.sampling.min_tokens - prompt.num_continued
         self._stream = begin_text(prompt, tokenizer, stop)
         self._text = ""
-        self._ids: list[int] = []
-        self._accepted: list[int] = []
-        self._offered: list[int] = []
-        self._copied: list[int] = []
+        self._ids, self._accepted = list[int](), list[int]()
+        self._offered, self._copied = list[int](), list[int]()
         self.is_ended, self.cached_tokens = False, 0
 
     def add(self, new: Round) -> Chunk:
@@ -185,8 +168,18 @@ class LiveAnswer:
         Raises:
           UserError: the answer's grammar has become too complex.
         """
-        tokens, depths = new.tokens, new.depths
-        pieces, num_kept = self._push(tokens, depths, is_last=new.is_done)
+        tokens, depths, num_kept = new.tokens, new.depths, len(new.tokens)
+        pieces = list[Piece]()
+        if self._stream is not None:
+            for count, (token, depth) in enumerate(zip(tokens, depths, strict=True), start=1):
+                if token not in self._stop_ids:
+                    may_stop = len(self._ids) + count > self._least
+                    pieces += self._stream.push(token, depth=depth, may_stop=may_stop)
+                if self._stream.is_stopped:
+                    num_kept = count
+                    break
+            if new.is_done:
+                pieces += self._stream.finish()
         is_cut = num_kept < len(tokens)  # as at a stop token, nothing beyond counts
         if new.num_offered is not None:
             num_offered = new.num_offered - new.num_certain
@@ -226,21 +219,6 @@ class LiveAnswer:
             stop_reason=stop_reason,
             cached_tokens=self.cached_tokens,
         )
-
-    def _push(
-        self, tokens: list[int], depths: list[int], *, is_last: bool
-    ) -> tuple[list[Piece], int]:
-        """Decodes a round's tokens; returns the text and the number of tokens kept."""
-        if self._stream is None:
-            return [], len(tokens)
-        pieces: list[Piece] = []
-        for count, (token, depth) in enumerate(zip(tokens, depths, strict=True), start=1):
-            if token not in self._stop_ids:
-                may_stop = len(self._ids) + count > self._least
-                pieces += self._stream.push(token, depth=depth, may_stop=may_stop)
-            if self._stream.is_stopped:
-                return pieces, count
-        return pieces + (self._stream.finish() if is_last else []), len(tokens)
 
 
 def mean_acceptance_length(accepted: Sequence[Sequence[int]]) -> float:

@@ -20,12 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode.rejection import DrawnTree
 from poss_jax.decode.sampling import OF_OUTPUT
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
-from poss_jax.decode.tree import Tree
 from poss_jax.engine import steps
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.device import check_memory
@@ -42,21 +40,14 @@ _WALKERS = ThreadPoolExecutor(thread_name_prefix="poss-grammar")
 
 
 class RoundKind(NamedTuple):
-    """One kind of round, compiled once.
+    """One kind of round, compiled once."""
 
-    Attributes:
-      tree: size of the draft tree; None decodes autoregressively.
-      is_sampled: whether any slot has sampling settings.
-      has_logprobs: whether any slot wants log-probabilities.
-      is_guided: whether any slot has a grammar.
-      is_draftless: no slot wants drafts, so the draft is left out; after a round with no tree it
-        may be needed again, and follows along.
-    """
-
-    tree: TreeConfig | None
-    is_sampled: bool = False
-    has_logprobs: bool = False
-    is_guided: bool = False
+    tree: TreeConfig | None  # size of the draft tree; None decodes autoregressively
+    is_sampled: bool = False  # any slot has sampling settings
+    has_logprobs: bool = False  # any slot wants log-probabilities
+    is_guided: bool = False  # any slot has a grammar
+    # No slot wants drafts, so the draft is left out; after a round with no tree it may be needed
+    # again, and follows along.
     is_draftless: bool = False
 
 
@@ -88,8 +79,9 @@ class Batch:
           num_rounds: how many, at most `rounds.MOST_ROUNDS`.
         """
         draft = self.state.draft
+        is_active = np.isin(np.arange(self.size), active)
         counts = np.full(self.size, num_rounds, np.int32)
-        state, rounds = steps.run(*self._arguments(kind), self._mark(active), counts)
+        state, rounds = steps.run(*self._arguments(kind), is_active, counts)
         self.state = state.replace(draft=draft) if kind.is_draftless else state
         return rounds
 
@@ -104,27 +96,30 @@ class Batch:
         return masks
 
     def draft(self, kind: RoundKind, active: Sequence[int], masks: np.ndarray) -> None:
-        """Drafts the trees of a round with grammars.
-
-        Args:
-          active: sequences that continue; others end.
-          masks: tokens that may follow in each sequence (see `masks`).
-        """
-        batch = self._arguments(kind)
-        self.state, self._drafted = steps.draft(*batch, self._mark(active), masks)
+        """Drafts the trees of a round with grammars; sequences that are not active end."""
+        is_active = np.isin(np.arange(self.size), active)
+        self.state, self._drafted = steps.draft(*self._arguments(kind), is_active, masks)
 
     def walk(self, kind: RoundKind, guides: Mapping[int, GrammarState]) -> Plan:
-        """Walks the trees that `draft` drafted (see `walk_trees`)."""
+        """Walks the trees that `draft` drafted, in parallel; `guides` stay as they are."""
         assert self._drafted is not None, "want draft first"
         _, config, *_ = self._arguments(kind)
-        return walk_trees(config, self._drafted[0], guides, has_time=self._all_walk)
+        tree, _ = self._drafted
+        tokens, parents = _read(tree.tokens), _read(tree.parents)
+        plan = Plan(tokens, parents, no_masks(config.target.vocab_size, *tokens.shape))
+        # A drawn child that the target accepts is kept, so all nodes of drawn trees need masks.
+        has_time = self._all_walk or isinstance(tree, DrawnTree)
+        seconds = math.inf if has_time else _WALK_SECONDS
+
+        def walk(index: int) -> None:
+            row = (array[index] for array in plan)
+            guides[index].mend(*row, depth=config.max_accepted, seconds=seconds)
+
+        list(_WALKERS.map(walk, guides))
+        return plan
 
     def verify(self, kind: RoundKind, plan: Plan) -> PackedRounds:
-        """Ends a round that `draft` began; returns before it is done.
-
-        Args:
-          plan: what `walk` returned on one of the processes.
-        """
+        """Ends a round that `draft` began, as one process walked; returns before it is done."""
         self.state, rounds = steps.verify(*self._arguments(kind), self._drafted, plan)
         self._drafted = None
         return rounds
@@ -142,10 +137,6 @@ class Batch:
         if kind.is_draftless:
             config, state = config._replace(draft=None), state.replace(draft=None)
         return self.weights, config, request, state
-
-    def _mark(self, active: Sequence[int]) -> np.ndarray:
-        """Marks some of the sequences, [B] bool."""
-        return np.isin(np.arange(self.size), active)
 
 
 class FixedBatch(Batch):
@@ -179,9 +170,14 @@ class FixedBatch(Batch):
         rows = [*prompts, *[padding] * (self.size - len(prompts))]
         stop_ids = list(map(models.stop_ids_of, rows))
         host = lay_out(rows, stop_ids, num_tokens=self.config.rows)
-        _leave_out_unused(host["sampling"], [prompt.sampling for prompt in prompts])
+        # Settings that no prompt has would take the compiler an eighth of its time.
+        columns, settings = host["sampling"], [prompt.sampling for prompt in prompts]
+        if not any(sampling.reads_output for sampling in settings):
+            columns |= dict.fromkeys(OF_OUTPUT)
+        if not any(sampling.logit_bias for sampling in settings):
+            columns |= {name: columns[name][:, :0] for name in ("bias_ids", "bias")}
         self.request = steps.put(self.weights, self.config, host)
-        if all(prompt.sampling.is_plain for prompt in prompts):
+        if all(sampling.is_plain for sampling in settings):
             self.request = self.request.replace(sampling=None)
         self._num_chunks = -(-max(len(prompt.ids) for prompt in prompts) // self.config.chunk)
         # Processes that all walk must find the same, and may differ in speed.
@@ -234,54 +230,12 @@ class FixedBatch(Batch):
         return self.kind
 
 
-def _leave_out_unused(columns: dict[str, Any], settings: Sequence[SamplingConfig]) -> None:
-    """Leaves out settings that no prompt has, which take the compiler an eighth of its time.
-
-    Args:
-      columns: settings by their names in `Sampling`; changed.
-      settings: of all prompts.
-    """
-    if not any(sampling.reads_output for sampling in settings):
-        columns |= dict.fromkeys(OF_OUTPUT)
-    if not any(sampling.logit_bias for sampling in settings):
-        columns |= {name: columns[name][:, :0] for name in ("bias_ids", "bias")}
-
-
 def run_guided_round(
     batch: Any, kind: RoundKind, active: Sequence[int], guides: Mapping[int, GrammarState]
 ) -> PackedRounds:
-    """Runs a round with grammars; returns before it is verified.
-
-    Args:
-      batch: a `Batch`, or the `Leader` of one.
-      active: sequences that continue; others end.
-      guides: grammars by sequence, after all of its tokens.
-    """
+    """Runs a round with grammars, of a `Batch` or its `Leader`; returns before it is verified."""
     batch.draft(kind, active, batch.masks(guides, batch.size))
     return batch.verify(kind, batch.walk(kind, guides))
-
-
-def walk_trees(
-    config: StaticShape, tree: Tree, guides: Mapping[int, GrammarState], *, has_time: bool = False
-) -> Plan:
-    """Walks the trees of some sequences, in parallel, once the device has drafted them.
-
-    Args:
-      guides: grammars of some sequences, at the roots; they stay as they are.
-      has_time: whether walks may take any time; else they end early.
-    """
-    # A drawn child that the target accepts is kept, so all nodes of such trees need their masks.
-    has_time |= isinstance(tree, DrawnTree)
-    tokens, parents = _read(tree.tokens), _read(tree.parents)
-    plan = Plan(tokens, parents, no_masks(config.target.vocab_size, *tokens.shape))
-
-    def walk(index: int) -> None:
-        seconds = math.inf if has_time else _WALK_SECONDS
-        row = (array[index] for array in plan)
-        guides[index].mend(*row, depth=config.max_accepted, seconds=seconds)
-
-    list(_WALKERS.map(walk, guides))
-    return plan
 
 
 def _read(numbers: Array) -> np.ndarray:

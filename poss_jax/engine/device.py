@@ -131,19 +131,8 @@ def check_memory(weights: Weights, config: StaticShape, *, batch_size: int) -> N
         raise UserError(
             f"batch_size {batch_size} and room for {config.rows} tokens of prompt and answer need "
             f"at least {_gib(needed)}, the device has {_gib(available)}; lower batch_size, "
-            f"max_new_tokens or the tree, or shorten the prompts{_why_whole(config)}"
+            "max_new_tokens or the tree, or shorten the prompts"
         )
-
-
-def _why_whole(config: StaticShape) -> str:
-    """Ends the message if every device of a mesh holds the whole cache; else ""."""
-    heads, mesh = config.target.num_kv_heads, config.mesh
-    if mesh is None or heads % mesh.shape["tensor"] == 0:
-        return ""
-    return (
-        f"; every device holds the caches whole, since mesh.tensor {mesh.shape['tensor']} does not "
-        f"divide {heads} key heads"
-    )
 
 
 def least_bytes(weights: Weights, config: StaticShape, *, batch_size: int) -> int:

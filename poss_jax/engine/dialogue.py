@@ -32,31 +32,20 @@ Decode = Callable[[Sequence[PreparedPrompt]], list[Generation]]
 
 @dataclass
 class Dialogue:
-    """A conversation under way: the target answers its turns, and each answer joins it.
+    """A conversation under way: the target answers its turns, and each answer joins it."""
 
-    Attributes:
-      remaining: turns that are not answered yet: a user's message each; or, outside of
-        conversations, the one prompt of a record.
-      max_new_tokens: most new tokens of each answer.
-      sampling: how tokens are chosen. The answers share its seed; they start at different positions
-        of the text, so the draws differ.
-      messages: turns that are answered, and their answers; a system message may come first.
-      num_answered: number of answers so far.
-      prompt: the next prompt, once it is prepared.
-      ended: reason why the conversation ended before its last turn; "" if it did not.
-      is_too_long: True if that reason is that the next prompt does not fit.
-      most_tokens: most tokens of all prompts and answers together; set by `check`.
-    """
-
+    # Turns that are not answered yet: a user's message each; or, outside of conversations, the one
+    # prompt of a record.
     remaining: Sequence[Prompt | Message]
-    max_new_tokens: int
+    max_new_tokens: int  # of each answer
+    # The answers share a seed; they start at different positions of the text, so the draws differ.
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    messages: Sequence[Message] = ()
+    messages: Sequence[Message] = ()  # answered turns, and answers; a system message may come first
     num_answered: int = 0
-    prompt: PreparedPrompt | None = None
-    ended: str = ""
-    is_too_long: bool = False
-    most_tokens: int = 0
+    prompt: PreparedPrompt | None = None  # the next one, once it is prepared
+    ended: str = ""  # why the conversation ended before its last turn; "" if it did not
+    is_too_long: bool = False  # that is because the next prompt does not fit
+    most_tokens: int = 0  # of all prompts and answers together; set by `check`
 
     def check(self, engine: Engine) -> None:
         """Prepares the first prompt, and refuses a dialogue whose last prompt cannot fit.
@@ -185,7 +174,10 @@ def read_dialogues(
             )
         values = asdict(with_seed(sampling, index)) | overrides
         settings = build_config(SamplingConfig, values, origin=where)
-        dialogues.append(Dialogue(_turns(record), max_new_tokens, settings))
+        turns = [next(record[key] for key in PROMPT_KEYS if key in record)]
+        if "turns" in record:
+            turns = [{"role": "user", "content": text} for text in record["turns"]]
+        dialogues.append(Dialogue(turns, max_new_tokens, settings))
     return dialogues
 
 
@@ -200,12 +192,6 @@ def check_dialogues(engine: Engine, dialogues: Sequence[Dialogue]) -> None:
             dialogue.check(engine)
         except UserError as error:
             raise UserError(f"prompt {number} of {len(dialogues)}: {error}") from error
-
-
-def _turns(record: dict[str, Any]) -> list[Prompt | Message]:
-    if "turns" in record:
-        return [{"role": "user", "content": text} for text in record["turns"]]
-    return [next(record[key] for key in PROMPT_KEYS if key in record)]
 
 
 def _is_text(value: Any) -> bool:

@@ -32,19 +32,12 @@ _CLOCK_SECONDS = 60  # by the clock, for a trial that computes nothing
 
 
 class Trial(NamedTuple):
-    """What became of a grammar.
+    """What became of a grammar."""
 
-    Attributes:
-      exceeded: the limit that it exceeded, "time" or "memory"; "": none.
-      error: what is wrong with it; "": nothing.
-      num_bytes: memory that it takes.
-      source: the grammar as llguidance writes it.
-    """
-
-    exceeded: str
-    error: str = ""
-    num_bytes: int = 0
-    source: str = ""
+    exceeded: str  # the limit that it exceeded, "time" or "memory"; "": none
+    error: str = ""  # what is wrong with it; "": nothing
+    num_bytes: int = 0  # memory that it takes
+    source: str = ""  # the grammar as llguidance writes it
 
 
 class Tokens:

@@ -59,7 +59,6 @@ class GrammarState:
         self._matcher.rollback(num_tokens)
 
     def ends_with(self, token: int) -> bool:
-        """Tells whether a token ends the answer."""
         return token in self._stop_ids
 
 

@@ -19,10 +19,7 @@ from jax._src import distributed  # jax.distributed has the store, but no name f
 
 from poss_jax.engine.slots import Slots
 
-_STEPS = (
-    *("begin", "extend", "insert", "run", "draft", "verify", "resize"),
-    *("begin_scores", "score_next"),
-)
+_STEPS = "begin extend insert run draft verify resize begin_scores score_next".split()
 _WAIT_MILLISECONDS = 3_600_000  # then the same question again
 _KEPT = 1024
 """Steps kept in the store; the rounds' collectives keep followers within a few of them."""
@@ -61,7 +58,14 @@ class Leader:
 def follow(slots: Slots) -> None:
     """Runs the steps that process 0 sends, until it dismisses."""
     for index in count():
-        message = pickle.loads(zlib.decompress(_wait_for(_key(index))))
+        packed = None
+        while packed is None:
+            try:
+                packed = _store().blocking_key_value_get_bytes(_key(index), _WAIT_MILLISECONDS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        message = pickle.loads(zlib.decompress(packed))
         if message is None:
             return
         name, args = message
@@ -74,12 +78,3 @@ def _key(index: int) -> str:
 
 def _store() -> Any:
     return distributed.global_state.client
-
-
-def _wait_for(key: str) -> bytes:
-    while True:
-        try:
-            return _store().blocking_key_value_get_bytes(key, _WAIT_MILLISECONDS)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise

@@ -31,12 +31,6 @@ class Loop:
 
     Requests run in the order of arrival; one whose rounds are still compiled lets others pass. A
     prompt is read in chunks between rounds.
-
-    Attributes:
-      slots: where requests are decoded: `Slots`, a `Leader` of them, or a `FixedBatch`.
-      waiting: requests in the queue.
-      compilation: what is compiled, a `WarmUp`; None: nothing was compiled beforehand.
-      stats: counts since it was made.
     """
 
     def __init__(
@@ -49,14 +43,14 @@ class Loop:
         """Decodes nothing yet.
 
         Args:
-          slots: for this loop alone.
+          slots: `Slots`, a `Leader` of them, or a `FixedBatch`; for this loop alone.
           lock: held while a request goes from one list to another; None: one thread has them all.
           num_rounds: rounds of a step; None: as many as take a step's time (see `Pace`), and fewer
             if a request may come.
         """
         self.slots = slots
         self.waiting: deque[Ticket] = deque()
-        self.compilation: Any = None
+        self.compilation: Any = None  # a `WarmUp`; None: nothing was compiled beforehand
         self.stats = Stats()
         self._lock = lock or nullcontext()
         self._active: list[Ticket | None] = [None] * slots.size
@@ -127,7 +121,11 @@ class Loop:
         Args:
           admits: whether waiting requests may begin; a prefill under way continues.
         """
-        for _ in range(self._num_parts()):
+        # Prefill delays the requests being decoded; a round delays those that could start.
+        num_active = self._num_active()
+        num_wanted = len(self.waiting) + (self._prefilling is not None)
+        num_parts = min(num_wanted, self.max_active - num_active) // max(num_active, 1)
+        for _ in range(max(num_parts, 1)):
             if not admits and self._prefilling is None:
                 break
             self._admit()
@@ -135,14 +133,16 @@ class Loop:
         while len(self._under_way) > (1 if any(self._active) else 0):
             self._finish_step()
 
-    def start(self, tickets: Sequence[Ticket]) -> None:
-        """Prefills all prompts of a `FixedBatch` together."""
-        prompts = [ticket.prompt for ticket in tickets]
+    def start(self, stop: Sequence[str]) -> list[Ticket]:
+        """Prefills all prompts of a `FixedBatch` together; returns their tickets."""
+        prompts, models = self.slots.prompts, self.slots.models
+        tickets = [Ticket(prompt, models.live_answer(prompt, stop)) for prompt in prompts]
         guides = {row: prompt.guide for row, prompt in enumerate(prompts) if prompt.guide}
         masks = self.slots.masks(guides, self.slots.size) if guides else None
         self.stats.prompt_tokens += sum(len(prompt.ids) for prompt in prompts)
         self._active[: len(tickets)] = tickets
         self._expect(self.slots.start(masks), dict(enumerate(tickets)))
+        return tickets
 
     def finish_steps(self) -> None:
         """Delivers all that has been started."""
@@ -160,16 +160,6 @@ class Loop:
 
     # ----------------------------------------------------------------------------------------------
     # Admission
-
-    def _num_parts(self) -> int:
-        """Parts of prompts to prefill before the next round.
-
-        Prefill delays the requests being decoded; a round delays those that could start.
-        """
-        num_active = self._num_active()
-        num_wanted = len(self.waiting) + (self._prefilling is not None)
-        num_free = self.max_active - num_active
-        return max(min(num_wanted, num_free) // max(num_active, 1), 1)
 
     def _admit(self) -> None:
         """Prefills the next part of a prompt: all of it if nothing is being decoded."""
@@ -218,13 +208,6 @@ class Loop:
         self._active = [*kept, *[None] * (size - len(kept))]
         self._num_large = 0
 
-    def _shrink(self) -> None:
-        """Shrinks the batch once it has been too large for some rounds."""
-        smaller = [s for s in self.slots.sizes if self.num_running <= s < self.slots.size]
-        self._num_large = self._num_large + 1 if smaller and not self.waiting else 0
-        if self._num_large > _SHRINK_AFTER:
-            self._resize(smaller[-1])
-
     # ----------------------------------------------------------------------------------------------
     # Rounds
 
@@ -233,7 +216,10 @@ class Loop:
             self.finish_steps()  # which tokens may follow depends on all of them
         if not any(self._active):
             return
-        self._shrink()
+        smaller = [s for s in self.slots.sizes if self.num_running <= s < self.slots.size]
+        self._num_large = self._num_large + 1 if smaller and not self.waiting else 0
+        if self._num_large > _SHRINK_AFTER:
+            self._resize(smaller[-1])
         active = {slot: ticket for slot, ticket in enumerate(self._active) if ticket is not None}
         kind = self.slots.choose_kind(
             [ticket.prompt for ticket in active.values()],
@@ -241,9 +227,8 @@ class Loop:
         )
         if self.compilation is not None:
             kind = self.compilation.nearest(kind, self.slots.size)
-        guides = {
-            slot: ticket.answer.guide for slot, ticket in active.items() if ticket.answer.guide
-        }
+        guides = {slot: ticket.answer.guide for slot, ticket in active.items()}
+        guides = {slot: guide for slot, guide in guides.items() if guide is not None}
         if guides:
             rounds = run_guided_round(self.slots, kind, tuple(active), guides)
         else:
@@ -317,7 +302,8 @@ class Loop:
 
 def answer_batch(batch: FixedBatch, stop: Sequence[str] = ()) -> list[Generation]:
     """Answers the prompts of a batch; `stop` are strings that `Engine.check_stop` accepts."""
-    loop, tickets = _start(batch, stop, num_rounds=MOST_ROUNDS)
+    loop = Loop(batch, num_rounds=MOST_ROUNDS)
+    tickets = loop.start(stop)
     while not loop.is_idle:
         loop.turn()
     return [ticket.read_answer() for ticket in tickets]
@@ -326,19 +312,10 @@ def answer_batch(batch: FixedBatch, stop: Sequence[str] = ()) -> list[Generation
 def stream_batch(batch: FixedBatch, stop: Sequence[str] = ()) -> Iterator[Chunk]:
     """Answers the only prompt of a batch; yields a chunk per round, the last with the answer."""
     # On several hosts every process must run the same number of rounds.
-    loop, (ticket,) = _start(batch, stop, num_rounds=None if jax.process_count() == 1 else 1)
+    loop = Loop(batch, num_rounds=None if jax.process_count() == 1 else 1)
+    (ticket,) = loop.start(stop)
     loop.finish_steps()  # the first token does not wait for a round to be compiled
     while not loop.is_idle:
         yield from ticket.take_all()
         loop.turn()
     yield from ticket.take_all()
-
-
-def _start(
-    batch: FixedBatch, stop: Sequence[str], num_rounds: int | None
-) -> tuple[Loop, list[Ticket]]:
-    """Starts the prompts of a batch in a new loop."""
-    loop = Loop(batch, num_rounds=num_rounds)
-    tickets = [Ticket(prompt, batch.models.live_answer(prompt, stop)) for prompt in batch.prompts]
-    loop.start(tickets)
-    return loop, tickets

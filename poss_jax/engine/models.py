@@ -23,7 +23,6 @@ from poss_jax.config.models import (
     Drafting,
     LlamaConfig,
     MeshConfig,
-    Quantisation,
     TreeConfig,
     Trees,
 )
@@ -145,7 +144,10 @@ class Models:
         """
         mesh, dtype = decoding_mesh(mesh), dtype or default_dtype()
         target = find_bundled(target)
-        record, params = load_fused(target, dtype, quantise=settings.quantise, mesh=mesh)
+        quantise, sharding = settings.quantise, mesh and place_weights(mesh)
+        check_weights(read_target(target), dtype, quantise=quantise, mesh=mesh)
+        record, params = load_target(target, dtype, quantise=quantise, sharding=sharding)
+        params = fuse_target(params, record.llama, partial(_place_on, mesh))
         tokenizer = load_tokenizer(as_path(target)) if record.tokenizer_sha256 is not None else None
         engine = cls(record, params, settings, tokenizer=tokenizer, mesh=mesh)
         engine.recommended = recommended_sampling(target)
@@ -162,13 +164,14 @@ class Models:
             sharding=self.mesh and place_weights(self.mesh),
         )
         tuned = None if settings.tree else find_tuned(draft, record, self.mesh)
-        vocabulary = settings.draft_vocabulary or (tuned and tuned.draft_vocabulary)
+        trees, tuned_vocabulary = tuned or (None, None)
+        vocabulary = settings.draft_vocabulary or tuned_vocabulary
         if vocabulary is not None:
             tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
             record = with_vocabulary(record, tokens.tolist(), origin=str(draft))
         if settings.draft_window is not None:
             record = replace(record, config=replace(record.draft, window=settings.draft_window))
-        return self.with_draft(record, params, tuned=tuned and tuned.trees)
+        return self.with_draft(record, params, tuned=trees)
 
     def with_draft(
         self: ModelsT, record: ModelRecord, params: Params, *, tuned: Trees | None = None
@@ -180,7 +183,11 @@ class Models:
         """
         engine = copy(self)
         engine.draft_config = record.draft
-        engine._own_draft = fuse_own(params, record, self.record.quantised, self.mesh)
+        vocabulary, kind = record.draft_vocabulary, self.record.quantised
+        ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
+        params = quantise_specialists(params, kind) if kind else params
+        fused = fuse_draft(params, record.draft) | {"vocabulary": ids}
+        engine._own_draft = _place_on(self.mesh, fused)
         engine.weights = join_weights(self.weights.target, engine._own_draft, self.mesh)
         engine.trees = choose_trees(self.settings.tree or tuned, engine.weights.draft)
         return engine
@@ -222,8 +229,18 @@ class Models:
         Raises:
           UserError: other names, shapes or dtypes, or the engine's target is quantised.
         """
-        old = self.weights.target
-        target = replace_target(old, params, self.target_config, self.mesh)
+        old, config = self.weights.target, self.target_config
+        leaves = jax.tree.leaves(old, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+        if any(isinstance(leaf, Quantised) for leaf in leaves):
+            raise UserError(
+                "update_weights: want a target that is not quantised; load it without `quantise`"
+            )
+        check_params(config, params, compute_dtype(old))
+        if config.tie_embeddings:
+            params = params | {"head": params["embed"]}
+        fused = fuse(params, config, self.mesh, _copy_arrays_of(params))
+        # Compiled programs are bound to the arrays' placement.
+        target = jax.tree.map(lambda leaf, old: jax.device_put(leaf, old.sharding), fused, old)
         self.weights = join_weights(target, self._own_draft, self.mesh)
         self.fingerprint = secrets.token_hex(8)  # hashing the weights would be slower
 
@@ -255,16 +272,6 @@ class Models:
         return LiveAnswer(prompt, self.stop_ids_of(prompt), self.tokenizer, stop)
 
 
-def load_fused(
-    folder: str | AnyPath, dtype: Any, *, quantise: Quantisation | None, mesh: Mesh | None
-) -> tuple[ModelRecord, Params]:
-    """Loads a target, fused as it arrives, if the devices can hold it (see `check_weights`)."""
-    check_weights(read_target(folder), dtype, quantise=quantise, mesh=mesh)
-    sharding = mesh and place_weights(mesh)
-    record, params = load_target(folder, dtype, quantise=quantise, sharding=sharding)
-    return record, fuse_target(params, record.llama, partial(_place_on, mesh))
-
-
 def fuse(
     params: Params,
     config: LlamaConfig,
@@ -272,19 +279,14 @@ def fuse(
     convert: Callable[[Params], Params] = lambda item: item,
 ) -> Params:
     """Fuses a target and places it, each part as `convert` returns it; the caller's list stays."""
+
+    def commit(leaf: Any) -> jax.Array:  # to its device, so that equal calls share a program
+        leaf = jnp.asarray(leaf)
+        return leaf if leaf.committed else jax.device_put(leaf, leaf.sharding)
+
     params = params | {"layers": list(params["layers"])}
     fused = fuse_target(params, config, lambda item: _place_on(mesh, convert(item)))
-    return jax.tree.map(_commit, fused)
-
-
-def fuse_own(
-    params: Params, record: ModelRecord, kind: Quantisation | None, mesh: Mesh | None
-) -> Params:
-    """Fuses a draft and places it, with its `vocabulary`; `kind` rounds it like its target."""
-    vocabulary = record.draft_vocabulary
-    ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
-    rounded = quantise_specialists(params, kind) if kind else params
-    return _place_on(mesh, fuse_draft(rounded, record.draft) | {"vocabulary": ids})
+    return jax.tree.map(commit, fused)
 
 
 def join_weights(target: Params, params: Params, mesh: Mesh | None) -> Weights:
@@ -295,35 +297,10 @@ def join_weights(target: Params, params: Params, mesh: Mesh | None) -> Weights:
     return Weights(target, _place_on(mesh, draft))
 
 
-def replace_target(old: Params, params: Params, config: LlamaConfig, mesh: Mesh | None) -> Params:
-    """Fuses new parameters of a target and places them like the old ones; keeps no given array.
-
-    Raises:
-      UserError: other names, shapes or dtypes, or the old target is quantised.
-    """
-    leaves = jax.tree.leaves(old, is_leaf=lambda leaf: isinstance(leaf, Quantised))
-    if any(isinstance(leaf, Quantised) for leaf in leaves):
-        raise UserError(
-            "update_weights: want a target that is not quantised; load it without `quantise`"
-        )
-    check_params(config, params, compute_dtype(old))
-    if config.tie_embeddings:
-        params = params | {"head": params["embed"]}
-    fused = fuse(params, config, mesh, _copy_arrays_of(params))
-    # Compiled programs are bound to the arrays' placement.
-    return jax.tree.map(lambda leaf, old: jax.device_put(leaf, old.sharding), fused, old)
-
-
 def _place_on(mesh: Mesh | None, params: Params) -> Params:
     params = params if mesh is None else place_params(params, mesh)
     params = sum_values(params) if wants_sums() else params
     return tile_values(params) if mesh is None and has_kernel() else params
-
-
-def _commit(leaf: Any) -> jax.Array:
-    """Commits an array to its device, so that equal calls share a compiled program."""
-    leaf = jnp.asarray(leaf)
-    return leaf if leaf.committed else jax.device_put(leaf, leaf.sharding)
 
 
 def _copy_arrays_of(params: Params) -> Callable[[Params], Params]:

@@ -40,47 +40,30 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 
 
 class Rendering(NamedTuple):
-    """Settings of the chat template.
+    """Settings of the chat template."""
 
-    Attributes:
-      tools: JSON schemas of what the assistant may call.
-      is_asking: end with the template's request for an answer.
-      variables: further values for the template (see `data.rendering.render_steps`).
-    """
-
-    tools: Sequence[dict[str, Any]] | None = None
-    is_asking: bool = True
-    variables: Mapping[str, Any] = MappingProxyType({})
+    tools: Sequence[dict[str, Any]] | None = None  # JSON schemas of what the assistant may call
+    is_asking: bool = True  # end with the template's request for an answer
+    variables: Mapping[str, Any] = MappingProxyType({})  # see `data.rendering.render_steps`
 
 
 class PreparedPrompt(NamedTuple):
-    """A prompt ready for decoding, made and checked by `Engine.prepare`.
+    """A prompt ready for decoding, made and checked by `Engine.prepare`."""
 
-    Attributes:
-      ids: token ids, at least one, all in the target's vocabulary.
-      max_new_tokens: most new tokens; prompt and answer fit `max_length`.
-      sampling: how tokens are chosen; its biased tokens are in the vocabulary.
-      stop_ids: tokens that end the answer; None: the engine's.
-      num_continued: tokens at the end of `ids` that already belong to the answer: frequency and
-        presence penalties count them, and stop strings may begin in them.
-      is_chat: the answer is a new message, decoded alone; otherwise it is decoded as the
-        continuation of the prompt.
-      shown_ids: special tokens whose names belong to the answer's text, such as marks of calls.
-      guide: the grammar that the answer must match, before its next token; None: anything.
-      drafts: False decodes it without drafts and copies.
-      lookup: False decodes it without copies.
-    """
-
-    ids: list[int]
-    max_new_tokens: int
-    sampling: SamplingConfig = SamplingConfig()  # greedy
-    stop_ids: Sequence[int] | None = None
+    ids: list[int]  # at least one, all in the target's vocabulary
+    max_new_tokens: int  # prompt and answer fit `max_length`
+    sampling: SamplingConfig = SamplingConfig()  # greedy; biased tokens are in the vocabulary
+    stop_ids: Sequence[int] | None = None  # tokens that end the answer; None: the engine's
+    # Tokens at the end of `ids` that already belong to the answer: frequency and presence penalties
+    # count them, and stop strings may begin in them.
     num_continued: int = 0
-    is_chat: bool = False
-    shown_ids: Sequence[int] = ()
-    guide: GrammarState | None = None
-    drafts: bool = True
-    lookup: bool = True
+    is_chat: bool = False  # the answer is a new message, decoded alone, else as a continuation
+    shown_ids: Sequence[
+        int
+    ] = ()  # special tokens whose names belong to the text, as marks of calls
+    guide: GrammarState | None = None  # what the answer must match; None: anything
+    drafts: bool = True  # False decodes it without drafts and copies
+    lookup: bool = True  # False decodes it without copies
 
     def choice(self, index: int) -> "PreparedPrompt":
         """The same prompt with the seed of another answer (see `prompt_seed`)."""
@@ -146,11 +129,29 @@ def encode_prompt(
         )
     if len(prompt) == 0:
         raise UserError("prompt: want at least one token, got an empty prompt; write something")
-    if isinstance(prompt, str):
-        return _check_range(_encode_text(prompt, tokenizer, is_bare=is_bare), vocab_size)
-    if isinstance(prompt[0], dict):
-        return _check_range(_encode_chat(prompt, tokenizer, rendering or Rendering()), vocab_size)
-    return _check_range(list(map(_token_id, prompt)), vocab_size)
+    if isinstance(prompt, str) or isinstance(prompt[0], dict):
+        if tokenizer is None:
+            raise UserError("prompt: this target has no tokenizer; give `prompt_ids`")
+        if not isinstance(prompt, str):
+            text, ids = _encode_chat(prompt, tokenizer, rendering or Rendering())
+        else:
+            if lone_surrogates(prompt):
+                raise UserError("prompt: want text as UTF-8, got half a character; convert it")
+            has_bos = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
+            adds_special = not (has_bos or is_bare)
+            encoded = call_tokenizer(tokenizer, prompt, add_special_tokens=adds_special)
+            text, ids = prompt, list(encoded["input_ids"])
+        if not set(ids) - {tokenizer.bos_token_id}:
+            got = f"{text!r:.80}"
+            raise UserError(f"prompt: want at least one token, got none from {got}; write more")
+    else:
+        ids = list(map(_token_id, prompt))
+    if outside := [token for token in ids if not 0 <= token < vocab_size]:
+        raise UserError(
+            f"prompt: want token ids of 0 to {vocab_size - 1}, got {shorten(outside[0])}; "
+            "tokenise with the target's own tokenizer"
+        )
+    return ids
 
 
 def is_message(value: Any) -> bool:
@@ -286,34 +287,14 @@ def _token_id(token: Any) -> int:
     raise UserError(f"prompt: want token ids (whole numbers), got {token!r:.80}")
 
 
-def _check_range(ids: list[int], vocab_size: int) -> list[int]:
-    if outside := [token for token in ids if not 0 <= token < vocab_size]:
-        got = outside[0] if abs(outside[0]) < 1 << 64 else "one of more than 64 bits"
-        raise UserError(
-            f"prompt: want token ids of 0 to {vocab_size - 1}, got {got}; "
-            "tokenise with the target's own tokenizer"
-        )
-    return ids
-
-
-def _encode_text(text: str, tokenizer: Any, *, is_bare: bool) -> list[int]:
-    _check_tokenizer(tokenizer)
-    if lone_surrogates(text):
-        raise UserError("prompt: want text as UTF-8, got half a character; convert it")
-    has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    adds_special = not (has_bos or is_bare)
-    encoded = call_tokenizer(tokenizer, text, add_special_tokens=adds_special)
-    return _check_some(list(encoded["input_ids"]), text, tokenizer)
-
-
-def _encode_chat(messages: Any, tokenizer: Any, rendering: Rendering) -> list[int]:
+def _encode_chat(messages: Any, tokenizer: Any, rendering: Rendering) -> tuple[str, list[int]]:
+    """Returns the rendered text, and its tokens."""
     for message in messages:
         if not is_message(message):
             raise UserError(
                 "messages: want a role and a content of text in each, got "
                 f"{shorten(message)}; write such as {{'role': 'user', 'content': 'Hi'}}"
             )
-    _check_tokenizer(tokenizer)
     if not tokenizer.chat_template:
         raise UserError(
             "messages: want a tokenizer with a chat template, this target's has none; "
@@ -336,15 +317,4 @@ def _encode_chat(messages: Any, tokenizer: Any, rendering: Rendering) -> list[in
             f"messages: the target's chat template leaves out the text of message {left_out + 1} "
             f"(role {role}); put it into another message or role"
         )
-    return _check_some(encode_rendered(tokenizer, [text])[0], text, tokenizer)
-
-
-def _check_some(ids: list[int], text: str, tokenizer: Any) -> list[int]:
-    if not set(ids) - {tokenizer.bos_token_id}:
-        raise UserError(f"prompt: want at least one token, got none from {text!r:.80}; write more")
-    return ids
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    if tokenizer is None:
-        raise UserError("prompt: this target has no tokenizer; give `prompt_ids`")
+    return text, encode_rendered(tokenizer, [text])[0]

@@ -10,7 +10,7 @@
 Threads and queues:
 
     any thread ── submit ──► Loop.waiting ──► scheduler's thread ── put ──► Ticket ──► a reader
-               └─ score, update_weights ──► _Calls ─┘   └─ starts and reads the device's steps
+               └─ score, update_weights ──► _calls ─┘   └─ starts and reads the device's steps
     the warm-up's thread ── compiles what the scheduler's thread will run
 
 The scheduler's thread alone touches slots and answers. It sleeps on one condition, whose lock
@@ -52,6 +52,7 @@ _POLL_SECONDS = 0.1
 _PAUSE_SECONDS = 30.0  # most that compilation pauses after a program, so that decoding has the CPU
 
 ResultT = TypeVar("ResultT")
+_Calls = deque[tuple[Callable[[], Any], Future[Any]]]
 
 
 class QueueFull(Exception):
@@ -89,7 +90,8 @@ class Scheduler:
         self._changed = threading.Condition()
         self._loop = Loop(self._steps, lock=self._changed)
         self.stats = self._loop.stats
-        self._calls = _Calls(self._changed, self._check_thread)
+        self._calls: _Calls = deque()  # functions that run between rounds
+        self._calls_alone: _Calls = deque()  # those that run while nothing is decoded
         self._scoring = threading.Lock()
         self._is_draining = self.is_closed = False
         self._failure: BaseException | None = None  # of another thread
@@ -170,7 +172,15 @@ class Scheduler:
         Requests are answered meanwhile, with what is compiled. On several hosts they wait, since
         all processes must run the same steps in the same order.
         """
-        self._calls.run(self._begin_warm_up, alone=True)
+
+        def begin() -> None:
+            is_leader = isinstance(self._steps, Leader)
+            self._loop.compilation = WarmUp(self._steps if is_leader else self._slots.shapes())
+            if is_leader:
+                self._compile()
+            self.stats.watch_compilations(self._thread)
+
+        self._call(begin, alone=True)
         try:
             self._compile()
         except BaseException as error:
@@ -197,7 +207,7 @@ class Scheduler:
                 "again with the new weights"
             )
         with self._scoring:  # no prompt is scored half with the old ones
-            self._calls.run(partial(self._slots.update_weights, params), alone=True)
+            self._call(partial(self._slots.update_weights, params), alone=True)
 
     def score(self, ids: Sequence[int]) -> list[TokenLogprobs]:
         """Scores every token of a prompt but the first (see `score_prompt`), between rounds.
@@ -208,8 +218,8 @@ class Scheduler:
         with self._scoring:
             if self._steps is self._slots:
                 self._slots.compile_scoring()  # here, so that decoding need not wait
-            self._calls.run(partial(self._steps.begin_scores, ids))
-            return read_all_scores(partial(self._calls.run, self._steps.score_next), len(ids))
+            self._call(partial(self._steps.begin_scores, ids))
+            return read_all_scores(partial(self._call, self._steps.score_next), len(ids))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no more requests and waits for the rest; False if time ran out or it failed."""
@@ -229,9 +239,17 @@ class Scheduler:
         self._thread.join()
         self.stats.stop_watching()
 
-    def _check_thread(self) -> None:
-        if self.error is not None or not self._thread.is_alive():
-            raise Closed("the scheduler's thread has ended") from self.error
+    def _call(self, function: Callable[[], ResultT], *, alone: bool = False) -> ResultT:
+        """Waits until a function has run on the scheduler's thread."""
+        done: Future[ResultT] = Future()
+        with self._changed:
+            (self._calls_alone if alone else self._calls).append((function, done))
+            self._changed.notify()
+        while True:
+            with suppress(TimeoutError):
+                return done.result(_POLL_SECONDS)
+            if self.error is not None or not self._thread.is_alive():
+                raise Closed("the scheduler's thread has ended") from self.error
 
     # ----------------------------------------------------------------------------------------------
     # On the scheduler's thread
@@ -254,13 +272,17 @@ class Scheduler:
     def _wait_for_work(self) -> bool:
         """Waits until there is something to do; False once closed."""
         loop = self._loop
+
+        def has_calls() -> bool:
+            return bool(self._calls or self._calls_alone)
+
         with self._changed:
             if loop.is_idle:
                 self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self.is_closed or self._calls or self._failure or not loop.is_idle
+                lambda: self.is_closed or has_calls() or self._failure or not loop.is_idle
             )
-            if loop.waiting and not (self._calls or loop.is_busy or loop.following()):
+            if loop.waiting and not (has_calls() or loop.is_busy or loop.following()):
                 self._changed.wait(_POLL_SECONDS)  # for the warm-up
             return not (self.is_closed and loop.is_idle)
 
@@ -269,24 +291,16 @@ class Scheduler:
         if self._failure is not None:
             raise self._failure
         self._loop.drop_cancelled()
-        if self._calls.between:
-            _run_first(self._calls.between)
-        if self._calls.alone and not any(self._loop.tickets()):
+        if self._calls:
+            _run_first(self._calls)
+        if self._calls_alone and not any(self._loop.tickets()):
             self._loop.finish_steps()
-            _run_first(self._calls.alone)
+            _run_first(self._calls_alone)
             return
-        self._loop.turn(admits=not self._calls.alone)  # those that wait run after the call
+        self._loop.turn(admits=not self._calls_alone)  # those that wait run after the call
 
     # ----------------------------------------------------------------------------------------------
     # Compilation
-
-    def _begin_warm_up(self) -> None:
-        if isinstance(self._steps, Leader):
-            self._loop.compilation = WarmUp(self._steps)
-            self._compile()
-        else:
-            self._loop.compilation = WarmUp(self._slots.shapes())
-        self.stats.watch_compilations(self._thread)
 
     def _compile(self) -> None:
         """Compiles what is left to compile."""
@@ -312,43 +326,9 @@ class Scheduler:
         return num_requests > 0 and is_served and num_requests <= loop.max_active
 
 
-class _Calls:
-    """Functions that wait, and their results; false if none waits.
-
-    Attributes:
-      alone: those that run while nothing is decoded.
-      between: those that run between rounds.
-    """
-
-    def __init__(self, changed: threading.Condition, check: Callable[[], None]) -> None:
-        """Nothing waits.
-
-        Args:
-          changed: notified of new functions.
-          check: raises an error once nobody runs functions any more.
-        """
-        self._changed, self._check = changed, check
-        self.alone: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self.between = self.alone.copy()
-
-    def __bool__(self) -> bool:
-        return bool(self.alone or self.between)
-
-    def run(self, function: Callable[[], ResultT], *, alone: bool = False) -> ResultT:
-        """Waits until the function has run on the scheduler's thread."""
-        done: Future[ResultT] = Future()
-        with self._changed:
-            (self.alone if alone else self.between).append((function, done))
-            self._changed.notify()
-        while True:
-            with suppress(TimeoutError):
-                return done.result(0.1)
-            self._check()
-
-
-def _run_first(waiting: deque[tuple[Callable[[], Any], Future[Any]]]) -> None:
+def _run_first(calls: _Calls) -> None:
     """Runs the function that waits longest; a `UserError` is its caller's."""
-    function, done = waiting.popleft()
+    function, done = calls.popleft()
     try:
         done.set_result(function())
     except UserError as error:

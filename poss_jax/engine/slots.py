@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import copy
 from hashlib import sha256
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import jax
@@ -59,7 +59,7 @@ class _Prefilling(NamedTuple):
     prompt: PreparedPrompt
     request: Request
     prefill: Prefill
-    blocks: list[bytes]  # names
+    block_names: list[bytes]
 
 
 class Slots(Batch):
@@ -67,8 +67,7 @@ class Slots(Batch):
 
     Attributes:
       engine: target and draft.
-      sizes: batch sizes, ascending; more requests take a larger batch.
-      size: number of slots now.
+      sizes: batch sizes, ascending; more requests take a larger batch; `size` is the one now.
       max_length: most tokens of prompt and answer together.
       max_logprobs: most log-probabilities per token; 0: none are kept.
       chunk: prompt tokens per step of prefill.
@@ -159,19 +158,6 @@ class Slots(Batch):
         """Chunks of a prompt; the last one may be partial."""
         return -(-len(prompt.ids) // self.chunk)
 
-    def _has_prefill(self, prompt: PreparedPrompt) -> bool:
-        """True if the last prefill serves this prompt too, as for choices of one request.
-
-        The limit of new tokens counts too: some rotations depend on how long a sequence may become.
-        """
-        return self._last_prefill is not None and self._last_prefill.prompt[:2] == prompt[:2]
-
-    def _name_blocks(self, prompt: PreparedPrompt) -> list[bytes]:
-        draft, length = self.config.draft, len(prompt.ids) + prompt.max_new_tokens
-        ropes = [self.config.target.rope, *([draft.layer.rope] if draft else [])]
-        rotations = [rope.rotation(length) for rope in ropes]
-        return name_blocks(prompt.ids, rotations, chunk=self.chunk)
-
     def shapes(self) -> "Slots":
         """Slots of the same shapes that hold nothing: their steps compile, and run nothing."""
         shapes = copy(self)
@@ -227,11 +213,16 @@ class Slots(Batch):
     def begin(self, prompt: PreparedPrompt) -> int:
         """Begins the prefill of a prompt; returns how many of its first chunks were cached."""
         self._prefilling = None  # left by a cancelled request
-        request = self._put(prompt)
-        if self._last_prefill is not None and self._has_prefill(prompt):
-            self._prefilling = self._last_prefill._replace(prompt=prompt, request=request)
+        request, last = self._put(prompt), self._last_prefill
+        # The limit counts too: some rotations depend on how long a sequence may become.
+        if last is not None and last.prompt[:2] == prompt[:2]:
+            self._prefilling = last._replace(prompt=prompt, request=request)
             return self.num_chunks(prompt)
-        self._last_prefill, names = None, self._name_blocks(prompt)
+        self._last_prefill = None
+        draft, length = self.config.draft, len(prompt.ids) + prompt.max_new_tokens
+        ropes = [self.config.target.rope, *([draft.layer.rope] if draft else [])]
+        rotations = [rope.rotation(length) for rope in ropes]
+        names = name_blocks(prompt.ids, rotations, chunk=self.chunk)
         prefill = steps.begin(self.weights, self.config, request)
         blocks = self.prefixes.find(names)
         for block in blocks:
@@ -256,7 +247,7 @@ class Slots(Batch):
                 prefill = steps.extend(self.weights, config, request, prefill, bounds)
         self._prefilling = self._prefilling._replace(prefill=prefill)
 
-        def cut(index: int) -> steps.Block:
+        def cut(index: int) -> Block:
             start = np.int32(index * chunk)
             return steps.cut_block(self.weights, self.config, request, prefill, start)
 
@@ -362,12 +353,7 @@ def name_blocks(ids: Sequence[int], rotations: Sequence[int], *, chunk: int) -> 
 
 
 class Prefixes:
-    """The blocks that are kept.
-
-    Attributes:
-      most: most blocks.
-      most_bytes: their size on each device.
-    """
+    """The blocks that are kept: `most` of them, which take `most_bytes` of each device."""
 
     def __init__(self, max_blocks: int, most_bytes: int = 0) -> None:
         self.most, self.most_bytes = max_blocks, most_bytes
@@ -379,12 +365,7 @@ class Prefixes:
     def find(self, names: Sequence[bytes]) -> list[Block]:
         """Finds the blocks that a prompt begins with."""
         self._renew(names)
-        blocks = []
-        for name in names:
-            if name not in self._blocks:
-                break
-            blocks.append(self._blocks[name])
-        return blocks
+        return [self._blocks[name] for name in takewhile(self._blocks.__contains__, names)]
 
     def keep(self, names: Sequence[bytes], new: range, cut: Callable[[int], Block]) -> None:
         """Keeps new blocks of a prompt, as long as blocks of other prompts can be dropped.

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from poss_jax.decode import speculate
 from poss_jax.decode.rejection import DrawnTree
@@ -40,20 +40,16 @@ _BLOCK = 64  # scored rows whose logits are held at once; a larger chunk is a mu
 StateT = TypeVar("StateT")
 Drafted = tuple[Tree, Float[Array, "B positions V"] | None]
 """A drafted tree, and the noise of the round."""
+Block = tuple[KeysValues, KeysValues | None]
+"""Rows of a chunk, copied out of the target's cache and of the draft's, if there is one."""
 
 
 class Plan(NamedTuple):
-    """The host's decisions about the trees of a round.
+    """The host's decisions about the trees of a round."""
 
-    Attributes:
-      tokens: token of every node.
-      parents: node that each one continues, as in `Tree`.
-      masks: which tokens may follow each node (see `sampling.unpack`).
-    """
-
-    tokens: np.ndarray  # [B M] int32
-    parents: np.ndarray  # [B M] int32
-    masks: np.ndarray  # [B M words] uint32
+    tokens: np.ndarray  # [B M] int32, of every node
+    parents: np.ndarray  # [B M] int32, the node that each one continues, as in `Tree`
+    masks: np.ndarray  # [B M words] uint32, which tokens may follow each (see `sampling.unpack`)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -76,15 +72,21 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
         if mesh is None:
             return function(weights, config, request, *state)
 
+        def hold(leaf: jax.Array) -> jax.Array:
+            _, *inner = partition_state(leaf.shape, mesh)
+            return lax.with_sharding_constraint(leaf, PartitionSpec(None, *inner))
+
         def run_group(weights: Weights, request: Any, *state: Any) -> Any:
             result = function(weights, config, request, *state)
-            return _hold_cut(result, mesh) if is_state else result
+            # A fixed sharding makes all rounds one program.
+            return jax.tree.map(hold, result) if is_state else result
 
         cut, replicated = PartitionSpec("data"), PartitionSpec()
+        has_rows = [jax.tree.leaves(tree)[0].ndim > 0 for tree in state]
         group = jax.shard_map(
             run_group,
             mesh=mesh,
-            in_specs=(replicated, cut, *[cut if _has_rows(tree) else replicated for tree in state]),
+            in_specs=(replicated, cut, *[cut if rows else replicated for rows in has_rows]),
             out_specs=cut,
             axis_names={"data"},
             check_vma=False,
@@ -92,20 +94,6 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
         return group(weights, request, *state)
 
     return run
-
-
-def _has_rows(tree: Any) -> bool:
-    return jax.tree.leaves(tree)[0].ndim > 0
-
-
-def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
-    """Holds the sharding of a state fixed, so that all rounds are one program."""
-
-    def hold(leaf: jax.Array) -> jax.Array:
-        _, *inner = partition_state(leaf.shape, mesh)
-        return lax.with_sharding_constraint(leaf, PartitionSpec(None, *inner))
-
-    return jax.tree.map(hold, state)
 
 
 def jit_step(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -137,18 +125,6 @@ def shapes_of(tree: Any) -> Any:
 # Prefill
 
 
-class Block(NamedTuple):
-    """Rows of a chunk, copied out of the caches.
-
-    Attributes:
-      target: rows of the target's cache.
-      draft: rows of the draft's; None without a draft.
-    """
-
-    target: KeysValues
-    draft: KeysValues | None
-
-
 def _make_empty(
     weights: Weights, config: StaticShape, request: Request, slots: Int[Array, " B"]
 ) -> tuple[Request, DecodeState]:
@@ -177,7 +153,7 @@ def _cut_block(
     def cut(cache: KVCache) -> KeysValues:
         return cut_rows(cache, first, count=config.chunk)
 
-    return Block(cut(prefill.cache), prefill.carry and cut(prefill.carry))
+    return cut(prefill.cache), prefill.carry and cut(prefill.carry)
 
 
 def _append_block(
@@ -189,8 +165,9 @@ def _append_block(
     def append(cache: KVCache, rows: KeysValues) -> KVCache:
         return commit_rows(cache, rows, jnp.full_like(cache.length, config.chunk))
 
-    carry = block.draft and append(prefill.carry, block.draft)
-    return prefill.replace(cache=append(prefill.cache, block.target), carry=carry)
+    of_target, of_draft = block
+    carry = of_draft and append(prefill.carry, of_draft)
+    return prefill.replace(cache=append(prefill.cache, of_target), carry=carry)
 
 
 def _choose_first(

@@ -20,18 +20,11 @@ _MOST_UNDECIDED = 16  # most tokens decoded together while no character is compl
 
 
 class Piece(NamedTuple):
-    """Text that one token added.
-
-    Attributes:
-      text: the text.
-      depth: position that the token was drafted at, from 1; negative if lookup copied it, 0 if
-        neither.
-      is_hidden: it is the name of a special token, which only stop strings meet.
-    """
+    """Text that one token added."""
 
     text: str
-    depth: int
-    is_hidden: bool = False
+    depth: int  # position of its draft, from 1; negative if lookup copied it, 0 if neither
+    is_hidden: bool = False  # the name of a special token, which only stop strings meet
 
     @property
     def origin(self) -> Literal["drafted", "copied", "chosen"]:
@@ -102,15 +95,12 @@ class TextStream:
             _, start = min((at + len(string), at) for at, string in matches)
             shown, self._held = self._split(start)[0], []
             return shown
-        shown, self._held = self._split(len(held) - self._num_undecided(held))
+        # Hold back the longest suffix that begins a stop string.
+        longest = min(max(map(len, self._stop)) - 1, len(held))
+        suffixes = (held[-n:] for n in range(longest, 0, -1))
+        begins = (suffix for suffix in suffixes if any(s.startswith(suffix) for s in self._stop))
+        shown, self._held = self._split(len(held) - len(next(begins, "")))
         return shown
-
-    def _num_undecided(self, held: str) -> int:
-        """Length of the longest suffix of `held` that begins a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        return next(
-            (n for n in range(min(longest, len(held)), 0, -1) if _begins(held[-n:], self._stop)), 0
-        )
 
     def _split(self, end: int) -> tuple[list[Piece], list[Piece]]:
         """Cuts the held pieces after `end` characters."""
@@ -233,14 +223,9 @@ def byte_letters() -> dict[str, int]:
 
 
 class _Alone(NamedTuple):
-    """Facts about a token by itself.
+    """Facts about a token by itself."""
 
-    Attributes:
-      is_byte: its name says that it is a byte.
-      text: its text alone.
-    """
-
-    is_byte: bool
+    is_byte: bool  # says its name
     text: str
 
 
@@ -292,7 +277,3 @@ def check_stop(stop: Sequence[str], tokenizer: Any, max_new_tokens: int) -> None
 def longest_token(tokenizer: Any) -> int:
     """Most characters of a token's name; in a text there may be a space before it."""
     return max(map(len, tokenizer.get_vocab()))
-
-
-def _begins(text: str, strings: Sequence[str]) -> bool:
-    return any(string.startswith(text) for string in strings)

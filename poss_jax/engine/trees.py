@@ -15,7 +15,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -47,26 +47,9 @@ would be slower than no draft.
 """
 
 
-class Tuned(NamedTuple):
-    """Tuned trees and draft vocabulary of a draft.
-
-    Attributes:
-      trees: trees by batch size.
-      draft_vocabulary: file of the fastest draft vocabulary; None: the whole head.
-    """
-
-    trees: Trees
-    draft_vocabulary: AnyPath | None
-
-
 def default_tree() -> TreeConfig:
     """Default tree for this kind of device."""
     return CPU_TREE if jax.default_backend() == "cpu" else ACCELERATOR_TREE
-
-
-def default_trees() -> Trees:
-    """Default trees for this kind of device."""
-    return {1: CPU_TREE} if jax.default_backend() == "cpu" else ACCELERATOR_TREES
 
 
 def default_lookup(drafting: Drafting) -> int:
@@ -84,8 +67,8 @@ def choose_trees(chosen: TreeConfig | Trees | None, draft: Params | None = None)
       chosen: what was given or, failing that, tuned.
       draft: parameters of the draft; without one nothing is clamped.
     """
-    chosen = chosen or default_trees()
-    trees = {1: chosen} if isinstance(chosen, TreeConfig) else chosen
+    defaults = {1: CPU_TREE} if jax.default_backend() == "cpu" else ACCELERATOR_TREES
+    trees = {1: chosen} if isinstance(chosen, TreeConfig) else chosen or defaults
     if not draft:
         return trees
     num_tokens = draft["head"]["weight"].shape[0]
@@ -127,12 +110,8 @@ def read_trees(path: AnyPath) -> Trees:
     """
     if str(path) == "none":
         return {1: None}
-    return _check_trees(path, read_yaml(path))
-
-
-def _check_trees(path: AnyPath, sizes: Mapping[Any, Any]) -> Trees:
     trees: dict[int, TreeConfig | None] = {}
-    for size, values in sizes.items():
+    for size, values in read_yaml(path).items():
         where = f"{path}: {str(size)[:40]}"
         if size == _TUNED:
             continue
@@ -162,11 +141,16 @@ def vocabulary_file(trees: AnyPath) -> AnyPath:
     return trees.with_suffix(".vocabulary.json")
 
 
-def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = None) -> Tuned | None:
+def find_tuned(
+    draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = None
+) -> tuple[Trees, AnyPath | None] | None:
     """Reads what was tuned for a draft on this kind of device; None if nothing was.
 
     A file made for other weights, another kind of device or another mesh is skipped with a line
     that says so.
+
+    Returns:
+      Trees by batch size, and the file of the fastest draft vocabulary, or None for the whole head.
 
     Raises:
       UserError: the file is broken.
@@ -177,8 +161,7 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = No
         for foreign in sorted(as_path(draft).glob("trees.*.yaml"))[:1]:
             _skip(foreign, f"on another kind of device than this one, {here}")
         return None
-    values = read_yaml(path)
-    trees, tuned = _check_trees(path, values), values.get(_TUNED)
+    trees, tuned = read_trees(path), read_yaml(path).get(_TUNED)
     if not isinstance(tuned, dict):
         raise UserError(f"{path}: want the section {_TUNED}; give the file with --trees instead")
     for key, here in _identity(record, mesh).items():
@@ -188,7 +171,7 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = No
     if file is not None and not file.is_file():
         return _skip(path, f"with {file}, which is gone")
     _LOG.warning("trees by batch size: %s, tuned for this draft and device", path)
-    return Tuned(trees, file)
+    return trees, file
 
 
 def _skip(path: AnyPath, how: str) -> None:
@@ -230,8 +213,4 @@ def _identity(record: ModelRecord, mesh: Mesh | None) -> dict[str, str]:
 def _devices(mesh: Mesh | None) -> str:
     """Names the kind of device and the mesh."""
     sizes = () if mesh is None else [f"{axis}={mesh.shape[axis]}" for axis in ("data", "tensor")]
-    return " ".join([_device_kind(), *sizes])
-
-
-def _device_kind() -> str:
-    return jax.devices()[0].device_kind
+    return " ".join([jax.devices()[0].device_kind, *sizes])

@@ -52,8 +52,7 @@ class WarmUp:
         Args:
           slots: `Slots.shapes` of others; or slots to run every step on, or their `Leader`.
         """
-        self.sizes: tuple[int, ...] = ()
-        self.guided_sizes: tuple[int, ...] = ()
+        self.sizes, self.guided_sizes = tuple[int, ...](), tuple[int, ...]()
         self.wants_guided = False
         self.ready_at: float | None = None
         self.guided_at: float | None = None
@@ -67,11 +66,14 @@ class WarmUp:
 
     def __iter__(self) -> Iterator[None]:
         self._begun = time.monotonic()
+        can_choose = isinstance(self._slots, Slots)  # on several hosts all have the same order
         ahead = Thread(target=self._compile_rounds)
-        if not self._done and isinstance(self._slots, Slots):
+        if not self._done and can_choose:
             ahead.start()
         while self._left:
-            task = self._next()
+            task = self._left[0]
+            if can_choose and self.wants_guided:
+                task = next((t for t in self._left if t.guided_size in self.sizes), task)
             if task.kind is not None and ahead.is_alive():
                 ahead.join()
             jax.block_until_ready(task.run())
@@ -89,12 +91,6 @@ class WarmUp:
                 self.guided_sizes = (*self.guided_sizes, task.guided_size)
             yield
 
-    def _next(self) -> _Task:
-        """The next task; on several hosts all have the same order."""
-        can_choose = self.wants_guided and isinstance(self._slots, Slots)
-        guided = (task for task in self._left if can_choose and task.guided_size in self.sizes)
-        return next(guided, self._left[0])
-
     def _compile_rounds(self) -> None:
         """Compiles the first rounds, which take as long as all that comes before them."""
         with suppress(Exception):  # their own task fails again
@@ -102,21 +98,17 @@ class WarmUp:
 
     @property
     def is_done(self) -> bool:
-        """True if all is compiled."""
         return not self._left
 
     def __str__(self) -> str:
-        done, total = len(self._done), len(self)
+        done, total, remaining = len(self._done), len(self), ""
         if self.is_done:
             return f"compiled {total} of {total}"
-        remaining = f", about {self._seconds_left():.0f} s left" if done else ""
+        if done:  # the rest should take as long
+            per_weight = (self._finished - self._begun) / _weigh(self._done)
+            seconds = per_weight * _weigh(self._left) - (time.monotonic() - self._finished)
+            remaining = f", about {max(seconds, per_weight * _weigh(self._left[1:])):.0f} s left"
         return f"compiling {done + 1} of {total}{remaining}"
-
-    def _seconds_left(self) -> float:
-        """Seconds until all is compiled, if the rest takes as long as what is done."""
-        per_weight = (self._finished - self._begun) / _weigh(self._done)
-        seconds = per_weight * _weigh(self._left) - (time.monotonic() - self._finished)
-        return max(seconds, per_weight * _weigh(self._left[1:]))
 
     def serves(self, size: int, *, has_logprobs: bool, is_guided: bool) -> bool:
         """Tells whether a request can be decoded in a batch, with all that it wants."""
@@ -143,11 +135,16 @@ def _weigh(tasks: list[_Task]) -> int:
 def _list_tasks(slots: Slots | Leader) -> Iterator[_Task]:
     """All steps in the order of use; the last one returns to the first size."""
     first = slots.sizes[0]
+
+    def insert() -> PackedRounds:
+        _read(slots, slots.samples()[0])
+        return slots.insert(0)
+
     yield from (_Task(partial(_read, slots, prompt)) for prompt in slots.samples())
     for size in slots.sizes:
         if (size, slots.size) != (first, first):
             yield _Task(partial(_resize, slots, size))
-        yield _Task(partial(_insert, slots))
+        yield _Task(insert)
         for kind in slots.round_kinds(size):
             yield _Task(partial(slots.run, kind, ()), kind, first if size == first else None)
         if size != first:
@@ -163,11 +160,6 @@ def _list_tasks(slots: Slots | Leader) -> Iterator[_Task]:
 
 def _read(slots: Slots | Leader, prompt: PreparedPrompt) -> None:
     slots.extend(slots.begin(prompt), slots.num_chunks(prompt))
-
-
-def _insert(slots: Slots | Leader) -> PackedRounds:
-    _read(slots, slots.samples()[0])
-    return slots.insert(0)
 
 
 def _run_at(slots: Slots | Leader, size: int, kind: RoundKind) -> PackedRounds:
