@@ -27,7 +27,7 @@ from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.engine import steps
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.device import check_memory
-from poss_jax.engine.guides import GrammarState
+from poss_jax.engine.guides import GrammarState, Walk
 from poss_jax.engine.models import Models
 from poss_jax.engine.prompts import PreparedPrompt, lay_out
 from poss_jax.engine.rounds import PackedRounds, read_output
@@ -113,7 +113,7 @@ class Batch:
 
         def walk(index: int) -> None:
             row = (array[index] for array in plan)
-            guides[index].mend(*row, depth=config.max_accepted, seconds=seconds)
+            Walk(guides[index], *row).mend(depth=config.max_accepted, seconds=seconds)
 
         list(_WALKERS.map(walk, guides))
         return plan

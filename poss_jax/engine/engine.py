@@ -21,10 +21,10 @@ from poss_jax.engine.models import Models
 from poss_jax.engine.prompts import (
     PreparedPrompt,
     Prompt,
+    PromptTooLong,
     Rendering,
     check_bias,
     encode_prompt,
-    limit_answer,
     sampling_per_prompt,
 )
 from poss_jax.engine.text import check_stop
@@ -131,13 +131,18 @@ class Engine(Models):
             raise UserError("lookup: copies want an engine or server with such as --lookup 8")
         sampling, ids = sampling or SamplingConfig(), self.encode(prompt)
         longest = max_length or self.max_length
-        limit = limit_answer(len(ids), max_new_tokens, longest, shortens=shortens)
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens: want at least 1, got {max_new_tokens}")
+        if shortens:
+            max_new_tokens = max(min(max_new_tokens, longest - len(ids)), 1)
+        if len(ids) + max_new_tokens > longest:
+            raise PromptTooLong(len(ids), max_new_tokens, longest)
         check_bias(sampling, self.target_config.vocab_size)
         if num_continued >= len(ids):
             raise UserError("continued_tokens: want fewer than the prompt has")
         is_chat = isinstance(prompt[0], dict) if is_chat is None else is_chat
-        of_text = num_continued, is_chat, shown_ids, None, drafts, lookup is not False
-        return PreparedPrompt(ids, limit, sampling, stop_ids, *of_text)
+        settings = max_new_tokens, sampling, stop_ids, num_continued, is_chat, shown_ids
+        return PreparedPrompt(ids, *settings, drafts=drafts, lookup=lookup is not False)
 
     def encode(
         self, prompt: Prompt, rendering: Rendering | None = None, *, is_bare: bool = False

@@ -54,17 +54,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class Grammar:
-    """A description that an answer must match from its first character to its last.
-
-    Attributes:
-      source: the grammar.
-      name: where it comes from, for messages.
-      kind: how it is written (see `grammar_trials.read_source`).
-    """
+    """A description that an answer must match from its first character to its last."""
 
     source: str
-    name: str = "grammar"
-    kind: str = "llguidance"
+    name: str = "grammar"  # where it comes from, for messages
+    kind: str = "llguidance"  # how it is written (see `grammar_trials.read_source`)
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any], name: str = "json_schema") -> "Grammar":
@@ -134,9 +128,7 @@ class GrammarCompiler:
             self._tokens = TokenizerTokens(tokenizer, vocab_size, stop_ids)
         self._stop_ids = frozenset(stop_ids)
         self._trials = _Trials(self._tokens.tokens, stop_ids)
-        self._kept: OrderedDict[Grammar, tuple[GrammarState | str, int]] = (
-            OrderedDict()
-        )  # and its bytes
+        self._kept = OrderedDict[Grammar, tuple[GrammarState | str, int]]()  # and its bytes
         self._queue: PriorityQueue[_Order] = PriorityQueue()
         self._count = itertools.count()
         default = threading.stack_size(STACK_BYTES)
@@ -174,7 +166,9 @@ class GrammarCompiler:
         if grammar in self._kept:
             self._kept.move_to_end(grammar)
         else:
-            _check_size(grammar)
+            if (size := len(grammar.source)) > _MOST_CHARACTERS:
+                limit = f"want at most {_MOST_CHARACTERS:,} characters, got {size:,}"
+                raise UserError(f"{grammar.name}: {limit}")
             tried = self._trials.run(grammar, _CPU_SECONDS[trial])
             if tried.exceeded == "time" and trial + 1 < len(_CPU_SECONDS):
                 return None
@@ -290,13 +284,6 @@ def _find_compiler(
         return GrammarCompiler(tokenizer, vocab_size, stop_ids)
     except UserError as error:
         return str(error)
-
-
-def _check_size(grammar: Grammar) -> None:
-    if (got := len(grammar.source)) > _MOST_CHARACTERS:
-        raise UserError(
-            f"{grammar.name}: want at most {_MOST_CHARACTERS:,} characters, got {got:,}"
-        )
 
 
 def _check_letters(text: str, name: str) -> None:

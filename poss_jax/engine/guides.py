@@ -46,10 +46,6 @@ class GrammarState:
         """Writes which tokens may follow: a mask [words] uint32, as `sampling.unpack` reads it."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
-    def mend(self, *tree: np.ndarray, depth: int, seconds: float) -> None:
-        """Fills the masks of a tree, and replaces its forbidden nodes (see `Walk`)."""
-        Walk(self, *tree).mend(depth=depth, seconds=seconds)
-
     def enter(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the masks allow, for a look at what may follow them."""
         self._matcher.consume_tokens(list(tokens))
@@ -121,10 +117,11 @@ class Walk:
     def _append_certain(self, node: int, path: list[int], free: list[int], depth: int) -> None:
         """Appends certain tokens to a leaf, as long as there are places."""
         for _ in range(len(path), depth):
-            token = _only_token(self._masks[node])
-            if not free or token is None or time.monotonic() > self._until:
+            words = np.flatnonzero(self._masks[node])
+            word = int(self._masks[node][words[0]]) if len(words) == 1 else 0
+            if not free or word.bit_count() != 1 or time.monotonic() > self._until:
                 return
-            child = free.pop(0)
+            child, token = free.pop(0), 32 * int(words[0]) + word.bit_length() - 1
             self._tokens[child], self._parents[child] = token, node
             if self._guide.ends_with(token):
                 return
@@ -155,10 +152,3 @@ def explain(message: str) -> str:
 
 def _has(mask: np.ndarray, token: int) -> bool:
     return bool(mask[token // 32] >> (token % 32) & 1)
-
-
-def _only_token(mask: np.ndarray) -> int | None:
-    """The only token that a mask allows; None if there are others."""
-    words = np.flatnonzero(mask)
-    word = int(mask[words[0]]) if len(words) == 1 else 0
-    return 32 * int(words[0]) + word.bit_length() - 1 if word.bit_count() == 1 else None

@@ -81,23 +81,6 @@ class PromptTooLong(UserError):
         self.leaves_no_room = num_tokens >= max_length
 
 
-def limit_answer(
-    num_tokens: int, max_new_tokens: int, max_length: int, *, shortens: bool = False
-) -> int:
-    """Most new tokens after a prompt of `num_tokens`; `shortens` lowers them to what fits.
-
-    Raises:
-      UserError: less than one, or (`PromptTooLong`) more than fit.
-    """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens: want at least 1, got {max_new_tokens}")
-    if shortens:
-        max_new_tokens = max(min(max_new_tokens, max_length - num_tokens), 1)
-    if num_tokens + max_new_tokens > max_length:
-        raise PromptTooLong(num_tokens, max_new_tokens, max_length)
-    return max_new_tokens
-
-
 def encode_prompt(
     prompt: Prompt,
     tokenizer: Any,

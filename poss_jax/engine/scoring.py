@@ -1,6 +1,7 @@
 """Log-probabilities of the tokens of a prompt, under the target alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -14,32 +15,24 @@ from poss_jax.engine.prompts import PreparedPrompt, lay_out
 from poss_jax.engine.rounds import read_scores
 
 
-class Scoring:
-    """A prompt whose tokens are scored, chunk by chunk."""
+def score_chunks(
+    weights: Weights, config: StaticShape, ids: Sequence[int], *, batch_size: int = 1
+) -> Iterator[Logprobs]:
+    """Scores a prompt chunk by chunk, each when it is asked for (see `steps.score`).
 
-    def __init__(
-        self, weights: Weights, config: StaticShape, ids: Sequence[int], *, batch_size: int = 1
-    ) -> None:
-        """Scores nothing yet.
-
-        Args:
-          config: made by `configure_scoring`.
-          batch_size: sequences that the devices take; all get this prompt.
-        """
-        prompts = [PreparedPrompt(list(ids), 1)] * batch_size
-        host = lay_out(prompts, [[]] * batch_size, num_tokens=config.rows)
-        self._config, self._request = config, steps.put(weights, config, host)
-        self._index, self._num_chunks = 0, -(-(len(ids) - 1) // config.chunk)
-        self._prefill = steps.begin(weights, config, self._request) if self._num_chunks else None
-
-    def score_next(self, weights: Weights) -> Logprobs:
-        """Scores the next chunk (see `steps.score`)."""
-        batch = weights, self._config, self._request, self._prefill, np.int32(self._index)
-        self._prefill, scores = steps.score(*batch)
-        self._index += 1
-        if self._index >= self._num_chunks:
-            self._prefill = None  # frees the cache
-        return scores
+    Args:
+      config: made by `configure_scoring`.
+      batch_size: sequences that the devices take; all get this prompt.
+    """
+    prompts = [PreparedPrompt(list(ids), 1)] * batch_size
+    host = lay_out(prompts, [[]] * batch_size, num_tokens=config.rows)
+    request, num_chunks = steps.put(weights, config, host), -(-(len(ids) - 1) // config.chunk)
+    prefill = steps.begin(weights, config, request) if num_chunks else None
+    for index in range(num_chunks):
+        prefill, scores = steps.score(weights, config, request, prefill, np.int32(index))
+        if index + 1 == num_chunks:
+            prefill = None  # frees the cache
+        yield scores
 
 
 def configure_scoring(engine: Models, max_length: int, num_logprobs: int) -> StaticShape:
@@ -73,5 +66,5 @@ def score_prompt(
     config = configure_scoring(engine, max_length or len(ids) + 1, num_logprobs)
     batch_size = engine.mesh.shape["data"] if engine.mesh else 1
     check_memory(weights, config, batch_size=batch_size)
-    scoring = Scoring(weights, config, ids, batch_size=batch_size)
-    return read_all_scores(lambda: scoring.score_next(weights), len(ids))
+    chunks = score_chunks(weights, config, ids, batch_size=batch_size)
+    return read_all_scores(partial(next, chunks), len(ids))

@@ -13,7 +13,7 @@ On several hosts every process makes the same slots and calls them in the same o
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from hashlib import sha256
 from itertools import pairwise, takewhile
@@ -46,7 +46,7 @@ from poss_jax.engine.prompts import (
     lay_out,
 )
 from poss_jax.engine.rounds import PackedRounds
-from poss_jax.engine.scoring import Scoring, configure_scoring
+from poss_jax.engine.scoring import configure_scoring, score_chunks
 from poss_jax.engine.steps import Block
 from poss_jax.engine.trees import cover_trees, tree_for
 from poss_jax.model.target import Prefill
@@ -124,7 +124,7 @@ class Slots(Batch):
         )
         self._prefilling: _Prefilling | None = None
         self._last_prefill: _Prefilling | None = None
-        self._scoring: Scoring | None = None
+        self._scores: Iterator[Logprobs] = iter(())
         self._can_score = False  # compiled
         self._scoring_config = configure_scoring(engine, self.max_length, max_logprobs)
         request = self._put(PreparedPrompt([0], 1))
@@ -275,18 +275,16 @@ class Slots(Batch):
         """
         if not self._can_score:
             check_memory(self.weights, self.config, batch_size=self._most + 1)
-            weights = steps.shapes_of(self.weights)
-            Scoring(weights, self._scoring_config, [0, 0]).score_next(weights)
+            next(score_chunks(steps.shapes_of(self.weights), self._scoring_config, [0, 0]))
             self._can_score = True
 
     def begin_scores(self, ids: Sequence[int]) -> None:
         """Begins to score the tokens of a prompt; slots may be decoded meanwhile."""
-        self._scoring = Scoring(self.weights, self._scoring_config, ids)
+        self._scores = score_chunks(self.weights, self._scoring_config, ids)
 
     def score_next(self) -> Logprobs:
         """Scores the next chunk of that prompt."""
-        assert self._scoring is not None, "want begin_scores first"
-        return self._scoring.score_next(self.weights)
+        return next(self._scores)
 
     def resize(self, size: int, order: Sequence[int]) -> None:
         """Moves slots into a batch of another size.

@@ -157,33 +157,19 @@ async def merge(
 
 @dataclass
 class Stats:
-    """Counts since the scheduler was made.
-
-    Attributes:
-      rounds: rounds that were run.
-      drafts: trees drafted, one per slot and round.
-      drafted: positions those trees offered along the accepted path.
-      accepted: how often a drafted or copied token was accepted, by position from 1.
-      copied: accepted tokens that only lookup proposed.
-      tokens: tokens delivered.
-      prompt_tokens: tokens of prompts.
-      cached_tokens: prompt tokens copied from earlier prompts instead of computed.
-      finished: answers by stop reason.
-      compilations: programs that requests waited for although there was a `warm_up`.
-      compile_seconds: how long these took to compile.
-    """
+    """Counts since the scheduler was made."""
 
     rounds: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted: Counter[int] = field(default_factory=Counter)
-    copied: int = 0
-    tokens: int = 0
+    drafts: int = 0  # trees, one per slot and round
+    drafted: int = 0  # positions those trees offered along the accepted path
+    accepted: Counter[int] = field(default_factory=Counter)  # drafted or copied tokens, by position
+    copied: int = 0  # accepted tokens that only lookup proposed
+    tokens: int = 0  # delivered
     prompt_tokens: int = 0
-    cached_tokens: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    compilations: int = 0
-    compile_seconds: float = 0.0
+    cached_tokens: int = 0  # of prompts, copied from earlier ones instead of computed
+    finished: Counter[str] = field(default_factory=Counter)  # answers by stop reason
+    compilations: int = 0  # programs that requests waited for although there was a `warm_up`
+    compile_seconds: float = 0.0  # of these programs
     _thread: threading.Thread | None = None
 
     def watch_compilations(self, thread: threading.Thread) -> None:
