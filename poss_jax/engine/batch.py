@@ -52,22 +52,14 @@ class RoundKind(NamedTuple):
 
 
 class Batch:
-    """The rounds of a batch.
+    """The rounds of a batch."""
 
-    Attributes:
-      weights: target and draft.
-      config: static settings of all its steps.
-      request, state: the sequences, on the device.
-      size: number of sequences.
-      max_logprobs: most log-probabilities per token; 0: none are kept.
-    """
-
-    weights: Weights
-    config: StaticShape
-    request: Request
+    weights: Weights  # of target and draft
+    config: StaticShape  # static settings of all its steps
+    request: Request  # the sequences, on the device
     state: DecodeState
-    size: int
-    max_logprobs: int = 0
+    size: int  # number of sequences
+    max_logprobs: int = 0  # most log-probabilities per token; 0: none are kept
     _drafted: Drafted | None = None
     _all_walk = False  # every process walks, not only the first
 
@@ -140,12 +132,7 @@ class Batch:
 
 
 class FixedBatch(Batch):
-    """Prompts that begin together, padded to a size; all their rounds are of one kind.
-
-    Attributes:
-      kind: that kind.
-      sizes: the size.
-    """
+    """Prompts that begin together, padded to a size; all their rounds are of one kind."""
 
     def __init__(
         self, models: Models, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1

@@ -41,13 +41,7 @@ class Trial(NamedTuple):
 
 
 class Tokens:
-    """The tokens of a target, in the form of `llguidance.TokenizerWrapper`.
-
-    Attributes:
-      tokens: bytes of each token.
-      eos_token_id: a token that ends a text.
-      llguidance: the same for `llguidance.LLMatcher`.
-    """
+    """The tokens of a target, in the form of `llguidance.TokenizerWrapper`."""
 
     is_tokenizer_wrapper, bos_token_id, special_token_ids = True, None, ()
 

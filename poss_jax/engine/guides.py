@@ -68,8 +68,7 @@ class Walk:
 
         Args:
           guide: the grammar there; stays as it is.
-          tokens: token of each node [M]; changed by `mend`.
-          parents: node that each one continues [M], as in `Tree`; changed.
+          tokens, parents: the tree [M], as in `Tree`; changed by `mend`.
           masks: which tokens may follow each node [M words], ones at first; filled.
         """
         self._guide, self._here, self._path = guide, guide.copy(), list[int]()

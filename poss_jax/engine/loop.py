@@ -27,11 +27,7 @@ _SHRINK_AFTER = 16  # steps for which a batch stays larger than its requests nee
 
 
 class Loop:
-    """Decodes requests together in slots.
-
-    Requests run in the order of arrival; one whose rounds are still compiled lets others pass. A
-    prompt is read in chunks between rounds.
-    """
+    """Decodes requests together in slots (see `Scheduler`)."""
 
     def __init__(
         self,
@@ -130,8 +126,7 @@ class Loop:
                 break
             self._admit()
         self._start_step()
-        while len(self._under_way) > (1 if any(self._active) else 0):
-            self._finish_step()
+        self.finish_steps(but_last=True)
 
     def start(self, stop: Sequence[str]) -> list[Ticket]:
         """Prefills all prompts of a `FixedBatch` together; returns their tickets."""
@@ -144,10 +139,17 @@ class Loop:
         self._expect(self.slots.start(masks), dict(enumerate(tickets)))
         return tickets
 
-    def finish_steps(self) -> None:
-        """Delivers all that has been started."""
-        while self._under_way:
-            self._finish_step()
+    def finish_steps(self, *, but_last: bool = False) -> None:
+        """Delivers all that has been started; `but_last`: not the last step, if requests go on."""
+        while len(self._under_way) > (1 if but_last and any(self._active) else 0):
+            rounds, active, begun = self._under_way.pop(0)
+            slots = read_rounds(rounds)
+            num_rounds = count_rounds(slots)
+            self.stats.rounds += num_rounds
+            self._pace.record(num_rounds, begun)
+            for slot, ticket in active.items():
+                if slots[slot] and not ticket.answer.is_ended:
+                    self._deliver(ticket, slots[slot])
 
     def drop_cancelled(self) -> None:
         """Ends requests that were cancelled or are overdue."""
@@ -245,17 +247,6 @@ class Loop:
 
     def _expect(self, rounds: PackedRounds, active: dict[int, Ticket]) -> None:
         self._under_way.append((rounds, active, time.monotonic()))
-
-    def _finish_step(self) -> None:
-        """Delivers the rounds of the step that began first."""
-        rounds, active, begun = self._under_way.pop(0)
-        slots = read_rounds(rounds)
-        num_rounds = count_rounds(slots)
-        self.stats.rounds += num_rounds
-        self._pace.record(num_rounds, begun)
-        for slot, ticket in active.items():
-            if slots[slot] and not ticket.answer.is_ended:
-                self._deliver(ticket, slots[slot])
 
     def _deliver(self, ticket: Ticket, rounds: Sequence[Round]) -> None:
         """Adds rounds to an answer."""

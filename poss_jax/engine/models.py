@@ -18,14 +18,7 @@ from poss_jax.bundled.default import find_bundled, recommended_sampling
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
 from poss_jax.checkpoint.record import ModelRecord, read_draft_vocabulary, with_vocabulary
 from poss_jax.config.decoding import EngineConfig, SamplingConfig
-from poss_jax.config.models import (
-    DraftConfig,
-    Drafting,
-    LlamaConfig,
-    MeshConfig,
-    TreeConfig,
-    Trees,
-)
+from poss_jax.config.models import DraftConfig, Drafting, LlamaConfig, MeshConfig, TreeConfig, Trees
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, change_config
 from poss_jax.data.tokenizer import load_tokenizer, special_ids
@@ -309,11 +302,9 @@ def _copy_arrays_of(params: Params) -> Callable[[Params], Params]:
     copies: dict[int, jax.Array] = {}  # a tied head stays one array
 
     def copy_given(leaf: Any) -> Any:
-        if id(leaf) not in ids:
-            return leaf
-        if id(leaf) not in copies:
+        if id(leaf) in ids and id(leaf) not in copies:
             sharding = getattr(leaf, "sharding", None)
             copies[id(leaf)] = jax.device_put(leaf, sharding, may_alias=False)
-        return copies[id(leaf)]
+        return copies.get(id(leaf), leaf)
 
     return partial(jax.tree.map, copy_given)

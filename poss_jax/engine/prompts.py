@@ -223,19 +223,30 @@ def lay_out(
     tokens = np.zeros((len(prompts), num_tokens), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt.ids)] = prompt.ids
+    settings = [prompt.sampling for prompt in prompts]
+    sampling = {
+        name: np.asarray([getattr(setting, name) for setting in settings], dtype)
+        for name, dtype in SETTINGS.items()
+    }
+    max_biased = max(len(setting.logit_bias) for setting in settings)
+    width = MOST_BIASED if max_biased <= MOST_BIASED else 1 << (max_biased - 1).bit_length()
+    bias_ids = np.full((len(settings), width), -1, np.int32)
+    bias = np.zeros((len(settings), width), np.float32)
+    for row, setting in enumerate(settings):
+        bias_ids[row, : len(setting.logit_bias)] = list(setting.logit_bias)
+        bias[row, : len(setting.logit_bias)] = list(setting.logit_bias.values())
     width = max(MOST_STOP_IDS, *map(len, stop_ids))
     lengths = np.asarray([len(prompt.ids) for prompt in prompts], np.int32)
     continued = np.asarray([prompt.num_continued for prompt in prompts], np.int32)
-    limits = [prompt.max_new_tokens for prompt in prompts]
     return {
         "tokens": tokens,
         "lengths": lengths,
-        "max_new_tokens": np.asarray(limits, np.int32),
+        "max_new_tokens": np.asarray([prompt.max_new_tokens for prompt in prompts], np.int32),
         "stop_ids": np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32),
         "output_starts": lengths - continued,
         "drafts": np.asarray([prompt.drafts for prompt in prompts]),
         "lookup": np.asarray([prompt.lookup for prompt in prompts]),
-        "sampling": _lay_out_sampling([prompt.sampling for prompt in prompts]),
+        "sampling": sampling | {"bias_ids": bias_ids, "bias": bias},
     }
 
 
@@ -243,22 +254,6 @@ def make_request(host: dict[str, Any]) -> Request:
     """Makes a request of what `lay_out` gives, within a program of the devices."""
     fields: dict[str, Any] = host | {"sampling": Sampling(**host["sampling"])}
     return Request(**fields)
-
-
-def _lay_out_sampling(settings: Sequence[SamplingConfig]) -> dict[str, np.ndarray]:
-    """Lays settings into columns; their biases are checked already."""
-    max_biased = max(len(sampling.logit_bias) for sampling in settings)
-    width = MOST_BIASED if max_biased <= MOST_BIASED else 1 << (max_biased - 1).bit_length()
-    ids = np.full((len(settings), width), -1, np.int32)
-    bias = np.zeros((len(settings), width), np.float32)
-    for row, sampling in enumerate(settings):
-        ids[row, : len(sampling.logit_bias)] = list(sampling.logit_bias)
-        bias[row, : len(sampling.logit_bias)] = list(sampling.logit_bias.values())
-    columns = {
-        name: np.asarray([getattr(sampling, name) for sampling in settings], dtype)
-        for name, dtype in SETTINGS.items()
-    }
-    return columns | {"bias_ids": ids, "bias": bias}
 
 
 def _token_id(token: Any) -> int:

@@ -23,19 +23,13 @@ _RECORDS = ("num_accepted", "num_offered", "num_copied", "num_certain")
 
 
 class PackedRounds(struct.PyTreeNode):
-    """The rounds of a step, on the device, packed: one transfer to the host is faster than many.
+    """The rounds of a step, on the device, packed: one transfer to the host is faster than many."""
 
-    Attributes:
-      numbers: per sequence, in this order: number of new tokens (0 for an empty slot); number of
-        rounds (0 for the first token); whether the sequence ended; R of each of `_RECORDS`; the
-        new tokens.
-      logprobs: log-probabilities of the new tokens; None if not requested.
-      num_rounds: R, most rounds in this step.
-    """
-
+    # Per sequence: number of new tokens (0 for an empty slot); number of rounds (0 for the first
+    # token); whether the sequence ended; R of each of `_RECORDS`; the new tokens.
     numbers: Array  # [B 3+4R+R*A] int32
-    logprobs: Logprobs | None
-    num_rounds: int = struct.field(pytree_node=False)
+    logprobs: Logprobs | None  # of the new tokens; None if not requested
+    num_rounds: int = struct.field(pytree_node=False)  # R, most rounds in this step
 
 
 def pack_first(output: Output) -> PackedRounds:
@@ -141,14 +135,10 @@ def count_rounds(active: Sequence[Sequence[Round]]) -> int:
 
 
 class Pace:
-    """Chooses the number of rounds in a step, so that a step takes about `_STEP_SECONDS`.
-
-    Attributes:
-      num_rounds: number for the next step.
-    """
+    """Chooses the number of rounds in a step, so that a step takes about `_STEP_SECONDS`."""
 
     def __init__(self) -> None:
-        self.num_rounds = 1
+        self.num_rounds = 1  # of the next step
         self._last = 0.0
 
     def record(self, num_rounds: int, begun: float) -> None:

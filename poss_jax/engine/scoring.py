@@ -21,7 +21,7 @@ def score_chunks(
     """Scores a prompt chunk by chunk, each when it is asked for (see `steps.score`).
 
     Args:
-      config: made by `configure_scoring`.
+      config: without a draft; its `num_logprobs` are listed per token.
       batch_size: sequences that the devices take; all get this prompt.
     """
     prompts = [PreparedPrompt(list(ids), 1)] * batch_size
@@ -33,12 +33,6 @@ def score_chunks(
         if index + 1 == num_chunks:
             prefill = None  # frees the cache
         yield scores
-
-
-def configure_scoring(engine: Models, max_length: int, num_logprobs: int) -> StaticShape:
-    """Static settings for all prompts of up to `max_length` tokens; lists `num_logprobs` each."""
-    config = engine.config_with(None, max_length, engine.max_length)
-    return config._replace(num_logprobs=num_logprobs)
 
 
 def read_all_scores(score_next: Callable[[], Logprobs], num_tokens: int) -> list[TokenLogprobs]:
@@ -63,7 +57,8 @@ def score_prompt(
       UserError: more than the memory can hold.
     """
     weights = engine.weights
-    config = configure_scoring(engine, max_length or len(ids) + 1, num_logprobs)
+    config = engine.config_with(None, max_length or len(ids) + 1, engine.max_length)
+    config = config._replace(num_logprobs=num_logprobs)
     batch_size = engine.mesh.shape["data"] if engine.mesh else 1
     check_memory(weights, config, batch_size=batch_size)
     chunks = score_chunks(weights, config, ids, batch_size=batch_size)

@@ -46,7 +46,7 @@ from poss_jax.engine.prompts import (
     lay_out,
 )
 from poss_jax.engine.rounds import PackedRounds
-from poss_jax.engine.scoring import configure_scoring, score_chunks
+from poss_jax.engine.scoring import score_chunks
 from poss_jax.engine.steps import Block
 from poss_jax.engine.trees import cover_trees, tree_for
 from poss_jax.model.target import Prefill
@@ -102,13 +102,10 @@ class Slots(Batch):
             )
         self.sizes, self.size = tuple(sorted(sizes)), 0
         self.max_length = min(max_length or engine.max_length, engine.max_length)
-        self.max_logprobs = max_logprobs
-        self.weights = engine.weights
-        self.engine = engine
+        self.engine, self.weights, self.max_logprobs = engine, engine.weights, max_logprobs
         self._trees = [tree_for(engine.trees, n) for n in range(1, self.sizes[-1] + 1)]
         config = engine.config_with(cover_trees(self._trees), self.max_length, self.max_length)
-        self.config = config._replace(num_logprobs=max_logprobs)
-        self.chunk = config.chunk
+        self.config, self.chunk = config._replace(num_logprobs=max_logprobs), config.chunk
         # A batch is held twice while its size changes, plus the prompt in prefill.
         self._most = max_slots = max(self.sizes[-1], *map(sum, pairwise((0, *self.sizes)))) + 1
         check_memory(engine.weights, self.config, batch_size=max_slots)
@@ -126,7 +123,8 @@ class Slots(Batch):
         self._last_prefill: _Prefilling | None = None
         self._scores: Iterator[Logprobs] = iter(())
         self._can_score = False  # compiled
-        self._scoring_config = configure_scoring(engine, self.max_length, max_logprobs)
+        scoring = engine.config_with(None, self.max_length, engine.max_length)
+        self._scoring_config = scoring._replace(num_logprobs=max_logprobs)
         request = self._put(PreparedPrompt([0], 1))
         slots = np.arange(self.sizes[0], dtype=np.int32)
         self.request, self.state = steps.allocate(self.weights, self.config, request, slots)

@@ -26,11 +26,6 @@ class Ticket:
     """The answer to one request, chunk by chunk, to be read once; the last chunk holds all of it.
 
     The scheduler's thread fills it, any thread or event loop reads it.
-
-    Attributes:
-      prompt: the request.
-      answer: the text so far; only the thread that decodes touches it.
-      has_logprobs: whether chunks hold log-probabilities.
     """
 
     def __init__(
@@ -41,10 +36,8 @@ class Ticket:
         has_logprobs: bool = False,
         deadline: float = float("inf"),
     ) -> None:
-        self.prompt = prompt
-        self.answer = answer
-        self.has_logprobs = has_logprobs
-        self._deadline = deadline
+        self.prompt, self.answer = prompt, answer  # only the thread that decodes touches the answer
+        self.has_logprobs, self._deadline = has_logprobs, deadline
         self._chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
         self._error: Exception | None = None  # to be raised behind the text before it
         self._wake: Callable[[], None] = lambda: None

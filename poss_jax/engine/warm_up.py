@@ -36,15 +36,7 @@ class _Task(NamedTuple):
 
 
 class WarmUp:
-    """A list of what is compiled and what is to come; iterating over it compiles, task by task.
-
-    Attributes:
-      sizes: batch sizes that are compiled, ascending; slots can be decoded once there is one.
-      guided_sizes: those whose rounds with grammars are compiled.
-      wants_guided: a request waits for such rounds, so they are compiled next.
-      ready_at, guided_at: when there was the first of `sizes` and `guided_sizes`, as
-        `time.monotonic` counts; None: not yet.
-    """
+    """A list of what is compiled and what is to come; iterating over it compiles, task by task."""
 
     def __init__(self, slots: Slots | Leader) -> None:
         """Compiles nothing yet.
@@ -52,10 +44,12 @@ class WarmUp:
         Args:
           slots: `Slots.shapes` of others; or slots to run every step on, or their `Leader`.
         """
+        # Batch sizes that are compiled, ascending, and those whose rounds with grammars are; slots
+        # can be decoded once there is one. When there was the first, as `time.monotonic` counts.
         self.sizes, self.guided_sizes = tuple[int, ...](), tuple[int, ...]()
-        self.wants_guided = False
         self.ready_at: float | None = None
         self.guided_at: float | None = None
+        self.wants_guided = False  # a request waits for such rounds, so they are compiled next
         self._slots, self._first = slots, slots.sizes[0]
         self._rounds: list[RoundKind] = []  # of the first size
         self._left, self._done = list(_list_tasks(slots)), list[_Task]()
