@@ -172,6 +172,7 @@ BIASED = [SamplingConfig(), SamplingConfig(logit_bias={300: 1})]
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens: want at least 1, got 0"),
         ([[1]], {"batch_size": 0}, "batch_size: want at least 1, got 0"),
         ("def", {}, "prompts: want a list, got one text; put it into a list"),
+        ([[1]], {"stop": "ab"}, "stop: want a list of strings, got one string"),
         (["a", "b"], {"sampling": BIASED}, "logit_bias: want token ids of 0 to 299, got 300"),
     ],
     ids=repr,

@@ -10,9 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from poss_jax.config.reading import UserError
 from poss_jax.data.tokenizer import load_tokenizer
-from poss_jax.engine.text import Piece, TextStream, check_stop, decode_behind, find_anchor
+from poss_jax.engine.text import Piece, TextStream, decode_behind, find_anchor
 
 WORDS = ["a", "the ", " ", "é", "e\u0301", "中文", "日本", "😀", "\ufffd", "\n"]
 WORDS += ["👨\u200d👩\u200d👧"]
@@ -299,8 +298,3 @@ def test_names_are_no_text_before_a_stop_string_may_match():
     assert stream.push(end, depth=0, may_stop=False) == []
     assert stream.push(letter, depth=0, may_stop=False) == [Piece("a", 0)]
     assert stream.push(end, depth=0) == [] and stream.is_stopped
-
-
-def test_one_string_is_no_list_of_stop_strings():
-    with pytest.raises(UserError, match="stop: want a list of strings, got one string"):
-        check_stop("ab", BYTE_LEVEL, 20)

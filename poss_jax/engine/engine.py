@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, shorten
 from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.loop import answer_batch, stream_batch
@@ -27,7 +27,7 @@ from poss_jax.engine.prompts import (
     encode_prompt,
     sampling_per_prompt,
 )
-from poss_jax.engine.text import check_stop
+from poss_jax.engine.text import longest_token
 
 
 class Engine(Models):
@@ -152,8 +152,23 @@ class Engine(Models):
         return encode_prompt(prompt, self.tokenizer, V, rendering, is_bare=is_bare)
 
     def check_stop(self, stop: Sequence[str], max_new_tokens: int) -> None:
-        """Refuses stop strings that no answer can hold (see `text.check_stop`)."""
-        check_stop(stop, self.tokenizer, max_new_tokens)
+        """Refuses stop strings that no answer can hold.
+
+        Raises:
+          UserError: no tokenizer, an empty string, or one longer than the answer's tokens can be.
+        """
+        if isinstance(stop, str):
+            raise UserError("stop: want a list of strings, got one string; put it into a list")
+        if stop and self.tokenizer is None:
+            raise UserError("stop: this target has no tokenizer to find strings with; leave it out")
+        for string in stop:
+            if not string:
+                raise UserError("stop: want strings, got an empty one; leave it out")
+            if len(string) > max_new_tokens * (1 + longest_token(self.tokenizer)):
+                raise UserError(
+                    f"stop {shorten(string)}: its {len(string)} characters are more than "
+                    f"{max_new_tokens} new tokens can write; leave it out, or raise max_new_tokens"
+                )
 
     # ----------------------------------------------------------------------------------------------
     # Decoding prepared prompts

@@ -190,12 +190,9 @@ class GrammarCompiler:
         forced = matcher.compute_ff_tokens()
         if matcher.validate_tokens(forced[:1]) < len(forced[:1]):
             return f"{grammar.name}: {explain('NoExtension')}"
-        guide = GrammarState(matcher, self._stop_ids, grammar.name)
-        try:
-            guide.check()
-        except UserError as error:
-            return str(error)
-        return guide
+        if matcher.is_error():
+            return f"{grammar.name}: {explain(matcher.get_error())}"
+        return GrammarState(matcher, self._stop_ids, grammar.name)
 
     def _keep(self, grammar: Grammar, guide: GrammarState | str, num_bytes: int) -> None:
         """Keeps a guide, and drops those that were not asked for longest."""

@@ -49,7 +49,7 @@ class Loop:
         self.compilation: Any = None  # a `WarmUp`; None: nothing was compiled beforehand
         self.stats = Stats()
         self._lock = lock or nullcontext()
-        self._active: list[Ticket | None] = [None] * slots.size
+        self._active: dict[int, Ticket] = {}  # by slot
         self._prefilling: tuple[Ticket, int] | None = None  # and the number of prefilled chunks
         self._under_way: list[tuple[PackedRounds, dict[int, Ticket], float]] = []  # and its start
         self._num_large = 0  # steps for which the batch was larger than needed
@@ -71,7 +71,7 @@ class Loop:
     @property
     def num_running(self) -> int:
         """Requests in prefill or decoding."""
-        return self._num_active() + (self._prefilling is not None)
+        return len(self._active) + (self._prefilling is not None)
 
     @property
     def max_active(self) -> int:
@@ -80,7 +80,7 @@ class Loop:
 
     def tickets(self) -> Iterator[Ticket]:
         """All requests in prefill or decoding."""
-        yield from (ticket for ticket in self._active if ticket is not None)
+        yield from self._active.values()
         if self._prefilling is not None:
             yield self._prefilling[0]
 
@@ -97,9 +97,6 @@ class Loop:
         return self.compilation.serves(
             self.slots.size, has_logprobs=ticket.has_logprobs, is_guided=is_guided
         )
-
-    def _num_active(self) -> int:
-        return sum(ticket is not None for ticket in self._active)
 
     def _sizes(self, *more: Ticket) -> Sequence[int]:
         """Sizes that decode what is decoded now, and more."""
@@ -118,7 +115,7 @@ class Loop:
           admits: whether waiting requests may begin; a prefill under way continues.
         """
         # Prefill delays the requests being decoded; a round delays those that could start.
-        num_active = self._num_active()
+        num_active = len(self._active)
         num_wanted = len(self.waiting) + (self._prefilling is not None)
         num_parts = min(num_wanted, self.max_active - num_active) // max(num_active, 1)
         for _ in range(max(num_parts, 1)):
@@ -135,13 +132,13 @@ class Loop:
         guides = {row: prompt.guide for row, prompt in enumerate(prompts) if prompt.guide}
         masks = self.slots.masks(guides, self.slots.size) if guides else None
         self.stats.prompt_tokens += sum(len(prompt.ids) for prompt in prompts)
-        self._active[: len(tickets)] = tickets
-        self._expect(self.slots.start(masks), dict(enumerate(tickets)))
+        self._active = dict(enumerate(tickets))
+        self._expect(self.slots.start(masks), dict(self._active))
         return tickets
 
     def finish_steps(self, *, but_last: bool = False) -> None:
         """Delivers all that has been started; `but_last`: not the last step, if requests go on."""
-        while len(self._under_way) > (1 if but_last and any(self._active) else 0):
+        while len(self._under_way) > (1 if but_last and self._active else 0):
             rounds, active, begun = self._under_way.pop(0)
             slots = read_rounds(rounds)
             num_rounds = count_rounds(slots)
@@ -168,24 +165,24 @@ class Loop:
         following = self.following() if self._prefilling is None else None
         if following is not None and self._ensure_free_slot(following):
             with self._lock:  # other threads find the ticket in one list
-                ticket = following
-                self.waiting.remove(ticket)
-                self._prefilling = ticket, 0
-            first = self.slots.begin(ticket.prompt._replace(guide=None))  # only its masks are sent
-            ticket.answer.cached_tokens = min(first * self.slots.chunk, len(ticket.prompt.ids))
-            self._prefilling = ticket, first
+                self.waiting.remove(following)
+                self._prefilling = following, 0
+            prompt = following.prompt._replace(guide=None)  # only its masks are sent
+            first = self.slots.begin(prompt)
+            following.answer.cached_tokens = min(first * self.slots.chunk, len(prompt.ids))
+            self._prefilling = following, first
         if self._prefilling is None:
             return
         ticket, first = self._prefilling
         num_chunks = self.slots.num_chunks(ticket.prompt)
-        last = min(first + 1, num_chunks) if any(self._active) else num_chunks
+        last = min(first + 1, num_chunks) if self._active else num_chunks
         if first < last:
             self.slots.extend(first, last)
         self._prefilling = ticket, last
         if last == num_chunks:
             self.stats.prompt_tokens += len(ticket.prompt.ids)
             self.stats.cached_tokens += ticket.answer.cached_tokens
-            slot = self._active.index(None)
+            slot = next(slot for slot in range(self.slots.size) if slot not in self._active)
             with self._lock:
                 self._prefilling, self._active[slot] = None, ticket
             masks = ticket.prompt.guide and self.slots.masks({0: ticket.prompt.guide}, 1)
@@ -193,36 +190,34 @@ class Loop:
 
     def _ensure_free_slot(self, following: Ticket) -> bool:
         """Grows the batch if it is full and can grow; True if there is a free slot."""
-        num_active = self._num_active()
-        if num_active < self.slots.size:
+        if len(self._active) < self.slots.size:
             return True
         larger = [size for size in self._sizes(following) if size > self.slots.size]
-        num_wanted = num_active + len(self.waiting)
+        num_wanted = len(self._active) + len(self.waiting)
         for size in larger:  # one after the other: these are compiled
             if self.slots.size < num_wanted:
                 self._resize(size)
         return bool(larger)
 
     def _resize(self, size: int) -> None:
-        order = [slot for slot, ticket in enumerate(self._active) if ticket is not None]
+        order = sorted(self._active)
         self.slots.resize(size, order)
-        kept = [self._active[slot] for slot in order]
-        self._active = [*kept, *[None] * (size - len(kept))]
+        self._active = {index: self._active[slot] for index, slot in enumerate(order)}
         self._num_large = 0
 
     # ----------------------------------------------------------------------------------------------
     # Rounds
 
     def _start_step(self) -> None:
-        if any(ticket is not None and ticket.answer.guide for ticket in self._active):
+        if any(ticket.answer.guide for ticket in self._active.values()):
             self.finish_steps()  # which tokens may follow depends on all of them
-        if not any(self._active):
+        if not self._active:
             return
         smaller = [s for s in self.slots.sizes if self.num_running <= s < self.slots.size]
         self._num_large = self._num_large + 1 if smaller and not self.waiting else 0
         if self._num_large > _SHRINK_AFTER:
             self._resize(smaller[-1])
-        active = {slot: ticket for slot, ticket in enumerate(self._active) if ticket is not None}
+        active = dict(self._active)
         kind = self.slots.choose_kind(
             [ticket.prompt for ticket in active.values()],
             has_logprobs=any(ticket.has_logprobs for ticket in active.values()),
@@ -278,12 +273,12 @@ class Loop:
         *earlier, last = chunks
         assert last.answer is not None
         with self._lock:
-            if ticket in self._active:
-                self._active[self._active.index(ticket)] = None
-            elif ticket in self.waiting:
+            if ticket in self.waiting:
                 self.waiting.remove(ticket)
-            else:
+            elif self._prefilling is not None and self._prefilling[0] is ticket:
                 self._prefilling = None
+            else:
+                self._active = {s: t for s, t in self._active.items() if t is not ticket}
         self.stats.finished[last.answer.stop_reason] += 1
         if failure is None:
             ticket.put(*earlier, last)

@@ -231,7 +231,16 @@ class Models:
         check_params(config, params, compute_dtype(old))
         if config.tie_embeddings:
             params = params | {"head": params["embed"]}
-        fused = fuse(params, config, self.mesh, _copy_arrays_of(params))
+        ids = {id(leaf) for leaf in jax.tree.leaves(params)}
+        copies: dict[int, jax.Array] = {}  # a tied head stays one array
+
+        def copy_array(leaf: Any) -> Any:
+            if id(leaf) in ids and id(leaf) not in copies:
+                sharding = getattr(leaf, "sharding", None)
+                copies[id(leaf)] = jax.device_put(leaf, sharding, may_alias=False)
+            return copies.get(id(leaf), leaf)
+
+        fused = fuse(params, config, self.mesh, partial(jax.tree.map, copy_array))
         # Compiled programs are bound to the arrays' placement.
         target = jax.tree.map(lambda leaf, old: jax.device_put(leaf, old.sharding), fused, old)
         self.weights = join_weights(target, self._own_draft, self.mesh)
@@ -294,17 +303,3 @@ def _place_on(mesh: Mesh | None, params: Params) -> Params:
     params = params if mesh is None else place_params(params, mesh)
     params = sum_values(params) if wants_sums() else params
     return tile_values(params) if mesh is None and has_kernel() else params
-
-
-def _copy_arrays_of(params: Params) -> Callable[[Params], Params]:
-    """Returns a function that copies the arrays of a tree that also occur in `params`."""
-    ids = {id(leaf) for leaf in jax.tree.leaves(params)}
-    copies: dict[int, jax.Array] = {}  # a tied head stays one array
-
-    def copy_given(leaf: Any) -> Any:
-        if id(leaf) in ids and id(leaf) not in copies:
-            sharding = getattr(leaf, "sharding", None)
-            copies[id(leaf)] = jax.device_put(leaf, sharding, may_alias=False)
-        return copies.get(id(leaf), leaf)
-
-    return partial(jax.tree.map, copy_given)

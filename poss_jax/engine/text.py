@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from poss_jax.config.reading import UserError, shorten
-
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MOST_UNDECIDED = 16  # most tokens decoded together while no character is complete
@@ -248,29 +246,6 @@ def special_names(tokenizer: Any) -> dict[int, str]:
 
 def _visible(pieces: list[Piece]) -> list[Piece]:
     return [piece for piece in pieces if not piece.is_hidden]
-
-
-def check_stop(stop: Sequence[str], tokenizer: Any, max_new_tokens: int) -> None:
-    """Refuses stop strings that no answer can hold.
-
-    Args:
-      tokenizer: tokenizer of the target; None if it has none.
-
-    Raises:
-      UserError: no tokenizer, an empty string, or one longer than the answer's tokens can be.
-    """
-    if isinstance(stop, str):
-        raise UserError("stop: want a list of strings, got one string; put it into a list")
-    if stop and tokenizer is None:
-        raise UserError("stop: this target has no tokenizer to find strings with; leave it out")
-    for string in stop:
-        if not string:
-            raise UserError("stop: want strings, got an empty one; leave it out")
-        if len(string) > max_new_tokens * (1 + longest_token(tokenizer)):
-            raise UserError(
-                f"stop {shorten(string)}: its {len(string)} characters are more than "
-                f"{max_new_tokens} new tokens can write; leave it out, or raise max_new_tokens"
-            )
 
 
 @lru_cache(maxsize=8)
