@@ -50,12 +50,10 @@ def pack_new(config: StaticShape, previous: Output, current: Output) -> PackedRo
     def of_tokens(rows: Array) -> Array:
         return new(rows, previous.num_tokens, MOST_ROUNDS * (config.max_accepted + 1))
 
-    def of_rounds(rows: Array) -> Array:
-        return new(rows, previous.num_rounds, MOST_ROUNDS)
-
     num_tokens = current.num_tokens - previous.num_tokens
     counts = num_tokens, current.num_rounds - previous.num_rounds, current.is_done
-    records = [of_rounds(getattr(current, name)) for name in _RECORDS]
+    columns = [getattr(current, name) for name in _RECORDS]
+    records = [new(rows, previous.num_rounds, MOST_ROUNDS) for rows in columns]
     logprobs = jax.tree.map(of_tokens, current.logprobs) if config.num_logprobs else None
     return _pack(counts, records, of_tokens(current.tokens), logprobs)
 
@@ -119,9 +117,9 @@ def _read_sequence(
         )
 
 
-def read_scores(logprobs: Logprobs, index: int, count: int) -> list[TokenLogprobs]:
-    """Brings the first log-probabilities of a sequence to the host."""
-    return _read_logprobs(jax.device_get(vars(logprobs)), index, slice(0, count))
+def read_scores(logprobs: Logprobs, count: int) -> list[TokenLogprobs]:
+    """Brings the first log-probabilities of the first sequence to the host."""
+    return _read_logprobs(jax.device_get(vars(logprobs)), 0, slice(0, count))
 
 
 def _read_logprobs(host: dict[str, np.ndarray], index: int, new: slice) -> list[TokenLogprobs]:

@@ -39,7 +39,7 @@ def read_all_scores(score_next: Callable[[], Logprobs], num_tokens: int) -> list
     """Brings the scores of a prompt to the host, chunk by chunk."""
     scores = list[TokenLogprobs]()
     while (num_left := num_tokens - 1 - len(scores)) > 0:
-        scores += read_scores(score_next(), 0, num_left)
+        scores += read_scores(score_next(), num_left)
     return scores
 
 

@@ -211,10 +211,10 @@ class Slots(Batch):
     def begin(self, prompt: PreparedPrompt) -> int:
         """Begins the prefill of a prompt; returns how many of its first chunks were cached."""
         self._prefilling = None  # left by a cancelled request
-        request, last = self._put(prompt), self._last_prefill
+        request = self._put(prompt)
         # The limit counts too: some rotations depend on how long a sequence may become.
-        if last is not None and last.prompt[:2] == prompt[:2]:
-            self._prefilling = last._replace(prompt=prompt, request=request)
+        if self._last_prefill is not None and self._last_prefill.prompt[:2] == prompt[:2]:
+            self._prefilling = self._last_prefill._replace(prompt=prompt, request=request)
             return self.num_chunks(prompt)
         self._last_prefill = None
         draft, length = self.config.draft, len(prompt.ids) + prompt.max_new_tokens
