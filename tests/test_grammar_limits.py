@@ -211,11 +211,11 @@ def test_other_requests_do_not_wait_for_a_grammar(monkeypatch: pytest.MonkeyPatc
 def test_a_client_that_leaves_takes_its_grammar_along(monkeypatch: pytest.MonkeyPatch) -> None:
     with stuck(monkeypatch) as (served, goes_on):
         compiled: list[str] = []
-        keep = GrammarCompiler._keep
+        read = GrammarCompiler._read
         monkeypatch.setattr(
             GrammarCompiler,
-            "_keep",
-            lambda self, *one: (compiled.append(one[0].source), keep(self, *one)),
+            "_read",
+            lambda self, *one: compiled.append(one[0].source) or read(self, *one),
         )
         for index in range(6):
             body = {"prompt": "x", "structured_outputs": {"regex": f"left{index}"}}

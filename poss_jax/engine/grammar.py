@@ -172,7 +172,12 @@ class GrammarCompiler:
             tried = self._trials.run(grammar, _CPU_SECONDS[trial])
             if tried.exceeded == "time" and trial + 1 < len(_CPU_SECONDS):
                 return None
-            self._keep(grammar, self._read(grammar, tried), tried.num_bytes)
+            num_bytes = max(tried.num_bytes, _LEAST_BYTES) + len(grammar.source)
+            self._kept[grammar] = self._read(grammar, tried), num_bytes
+            sizes = [size for _, size in self._kept.values()]
+            while len(sizes) > 1 and sum(sizes) > _MOST_KEPT_BYTES:
+                self._kept.popitem(last=False)  # the one that was not asked for longest
+                del sizes[0]
         guide, _ = self._kept[grammar]
         if isinstance(guide, str):
             raise UserError(guide)
@@ -193,14 +198,6 @@ class GrammarCompiler:
         if matcher.is_error():
             return f"{grammar.name}: {explain(matcher.get_error())}"
         return GrammarState(matcher, self._stop_ids, grammar.name)
-
-    def _keep(self, grammar: Grammar, guide: GrammarState | str, num_bytes: int) -> None:
-        """Keeps a guide, and drops those that were not asked for longest."""
-        self._kept[grammar] = guide, max(num_bytes, _LEAST_BYTES) + len(grammar.source)
-        while (
-            len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > _MOST_KEPT_BYTES
-        ):
-            self._kept.popitem(last=False)
 
 
 _Order = tuple[int, int, Grammar, "Future[GrammarState]"]

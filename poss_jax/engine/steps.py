@@ -342,25 +342,21 @@ def _score_chunk(
     out = targets.verify(weights.target, config.target, prefill.cache, both[:, :-1], depths, causal)
     cache = commit_rows(prefill.cache, out.rows, jnp.full_like(request.lengths, size))
 
+    def split(rows: Array) -> Array:  # [B T ...] -> [blocks B T / blocks ...]
+        block = min(_BLOCK, rows.shape[1])
+        return jnp.moveaxis(rows.reshape(len(rows), -1, block, *rows.shape[2:]), 1, 0)
+
+    def join(blocks: Array) -> Array:
+        rows = jnp.moveaxis(blocks, 0, 1)
+        return rows.reshape(len(rows), -1, *rows.shape[3:])
+
     def score(block: tuple[Array, Array]) -> Logprobs:
         hidden, following = block
         logits = targets.read_logits(weights.target, hidden)
         return token_logprobs(logits, following, count=config.num_logprobs)
 
-    parts = jax.tree.map(_split, (out.features, both[:, 1:]))
-    return prefill.replace(cache=cache), jax.tree.map(_join, lax.map(score, parts))
-
-
-def _split(rows: Array) -> Array:
-    """[B T ...] -> [blocks B T / blocks ...]."""
-    block = min(_BLOCK, rows.shape[1])
-    return jnp.moveaxis(rows.reshape(len(rows), -1, block, *rows.shape[2:]), 1, 0)
-
-
-def _join(blocks: Array) -> Array:
-    """Undoes `_split`."""
-    rows = jnp.moveaxis(blocks, 0, 1)
-    return rows.reshape(len(rows), -1, *rows.shape[3:])
+    parts = jax.tree.map(split, (out.features, both[:, 1:]))
+    return prefill.replace(cache=cache), jax.tree.map(join, lax.map(score, parts))
 
 
 # --------------------------------------------------------------------------------------------------
