@@ -64,11 +64,9 @@ class Batch:
     _all_walk = False  # every process walks, not only the first
 
     def run(self, kind: RoundKind, active: Sequence[int], num_rounds: int = 1) -> PackedRounds:
-        """Runs some rounds, fewer if a sequence ends; returns before they are done.
+        """Runs up to `MOST_ROUNDS` rounds, fewer if a sequence ends; returns before they are done.
 
-        Args:
-          active: sequences that continue; others end.
-          num_rounds: how many, at most `rounds.MOST_ROUNDS`.
+        Sequences that are not active end.
         """
         draft = self.state.draft
         is_active = np.isin(np.arange(self.size), active)

@@ -67,16 +67,16 @@ def _round_up(number: int, step: int) -> int:
 
 def check_length(max_length: int | None, max_supported: int) -> int:
     """Returns the most tokens of prompt and answer together, and warns if the target has fewer."""
-    if max_length is not None and max_length < 2:
+    if max_length is None:
+        return max_supported
+    if max_length < 2:
         raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {max_length}")
-    if max_length is not None and max_length > max_supported:
+    if max_length > max_supported:
+        made_for = f"the {max_supported} tokens that the target was made for"
         _LOG.warning(
-            "max_length %d is more than the %d tokens that the target was made for; what comes "
-            "after them may be nonsense",
-            max_length,
-            max_supported,
+            "max_length %d is more than %s; later tokens may be nonsense", max_length, made_for
         )
-    return max_supported if max_length is None else max_length
+    return max_length
 
 
 def device_memory() -> int | None:
