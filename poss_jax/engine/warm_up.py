@@ -44,10 +44,10 @@ class WarmUp:
         Args:
           slots: `Slots.shapes` of others; or slots to run every step on, or their `Leader`.
         """
-        # Batch sizes that are compiled, ascending, and those whose rounds with grammars are; slots
-        # can be decoded once there is one. When there was the first, as `time.monotonic` counts.
-        self.sizes, self.guided_sizes = tuple[int, ...](), tuple[int, ...]()
-        self.ready_at: float | None = None
+        # Batch sizes that are compiled, ascending; slots can be decoded once there is one.
+        self.sizes: tuple[int, ...] = ()
+        self.guided_sizes: tuple[int, ...] = ()  # those whose rounds with grammars are compiled
+        self.ready_at: float | None = None  # when there was the first, as `time.monotonic` counts
         self.guided_at: float | None = None
         self.wants_guided = False  # a request waits for such rounds, so they are compiled next
         self._slots, self._first = slots, slots.sizes[0]
