@@ -159,15 +159,15 @@ def test_what_is_compiled_after_the_warm_up_is_counted(warm: Scheduler, caplog) 
 
 def test_every_text_is_that_of_generate(engine: Engine, warm: Scheduler):
     prompts = draw_prompts(engine, 24)
-    streams = [warm.submit(prompt) for prompt in prompts]
-    for prompt, stream in zip(prompts, streams, strict=True):
+    streams = [[*warm.submit(prompt)] for prompt in prompts[:4]]  # drafted, as none is beside them
+    assert sum(warm.stats.accepted.values()) > 0
+    for prompt, stream in zip(prompts, [*streams, *map(warm.submit, prompts[4:])], strict=True):
         chunks = list(stream)
         answer, expected = chunks[-1].answer, alone(engine, prompt)
         assert answer is not None
         assert answer.output_ids == expected.output_ids
         assert answer.stop_reason == expected.stop_reason
         assert [token for chunk in chunks for token in chunk.output_ids] == expected.output_ids
-    assert sum(warm.stats.accepted.values()) > 0
     until(lambda: warm.num_running == 0)
 
 
