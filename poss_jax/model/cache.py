@@ -125,14 +125,9 @@ def commit_rows(cache: KVCache, rows: KeysValues, num_kept: Int[Array, " B"]) ->
       rows: keys and values to append.
       num_kept: number of valid rows; the others are overwritten later.
     """
-    start = cache.length
-
-    def written(stored: list[Array], new: list[Array]) -> list[Array]:
-        pairs = zip(stored, new, strict=True)
-        return [write_rows(old, added, start, axis=2) for old, added in pairs]
-
-    k, v = written(cache.k, rows.k), written(cache.v, rows.v)
-    return cache.replace(k=k, v=v, length=start + num_kept)
+    write = partial(write_rows, start=cache.length, axis=2)
+    k, v = [*map(write, cache.k, rows.k)], [*map(write, cache.v, rows.v)]
+    return cache.replace(k=k, v=v, length=cache.length + num_kept)
 
 
 def cut_rows(cache: KVCache, first: Int[Array, ""], *, count: int) -> KeysValues:
@@ -171,14 +166,8 @@ def newest_rows(
     if size <= num_sinks + window:
         return stored, length
     first = jnp.clip(length - window, num_sinks, size - window)
-
-    def take(rows: Array) -> Array:
-        def newest(rows: Array, first: Array) -> Array:
-            return lax.dynamic_slice_in_dim(rows, first, window, 1)
-
-        return jnp.concatenate([rows[:, :, :num_sinks], jax.vmap(newest)(rows, first)], axis=2)
-
-    k, v = map(take, stored)
+    newest = jax.vmap(lambda rows, first: lax.dynamic_slice_in_dim(rows, first, window, 1))
+    k, v = (jnp.concatenate([x[:, :, :num_sinks], newest(x, first)], axis=2) for x in stored)
     return (k, v), jnp.minimum(length, num_sinks + window)
 
 

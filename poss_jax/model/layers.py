@@ -83,18 +83,17 @@ def rms_norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "*rows D"]:
     """Divides each row by its root mean square (in fp32) and multiplies by `scale`."""
-    return call_on_cpu(partial(_normalise_on_cpu, eps), partial(_normalise, eps), x, scale)
 
+    def on_cpu(x: Array, scale: Array) -> Array:
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        return normalise(rows, scale, eps=eps).reshape(x.shape)
 
-def _normalise(eps: float, x: Array, scale: Array) -> Array:
-    wide = x.astype(jnp.float32)
-    normed = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    def elsewhere(x: Array, scale: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+        return normed.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
-
-def _normalise_on_cpu(eps: float, x: Array, scale: Array) -> Array:
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return normalise(rows, scale, eps=eps).reshape(x.shape)
+    return call_on_cpu(on_cpu, elsewhere, x, scale)
 
 
 def rope_frequencies(
@@ -116,7 +115,11 @@ def rope_frequencies(
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type == "llama3":
-        return _llama3_frequencies(rope, frequencies)
+        # Slow rotations are divided by the factor, fast ones kept, between is interpolated.
+        turns = rope.original_max_position_embeddings * frequencies / (2 * jnp.pi)
+        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = jnp.clip(kept, 0.0, 1.0)
+        return frequencies * (kept + (1 - kept) / rope.factor)
     if rope.type == "yarn":
         return _yarn_frequencies(rope, frequencies)
     if rope.type == "longrope":
@@ -126,16 +129,8 @@ def rope_frequencies(
     return frequencies
 
 
-def _llama3_frequencies(rope: RopeConfig, frequencies: Array) -> Array:
-    """Divides slow rotations by the factor, keeps fast ones, interpolates between (Llama 3.1)."""
-    turns = rope.original_max_position_embeddings * frequencies / (2 * jnp.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = jnp.clip(kept, 0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / rope.factor)
-
-
 def _yarn_frequencies(rope: RopeConfig, frequencies: Array) -> Array:
-    """As `_llama3_frequencies`, but linear in the frequency's number (arXiv 2309.00071)."""
+    """As llama3's, but linear in the frequency's number (arXiv 2309.00071)."""
     half = frequencies.shape[-1]
 
     def number_of(turns: float) -> float:
@@ -168,13 +163,9 @@ def rotate(
     if frequencies.ndim == 2:
         frequencies = frequencies[:, None]
     angles = (positions.astype(jnp.float32)[..., None] * frequencies)[:, None]
-    turns = call_on_cpu(cosines, _cosines, angles)
+    turns = call_on_cpu(cosines, lambda angles: (jnp.cos(angles), jnp.sin(angles)), angles)
     cos, sin = ((scale * factor).astype(x.dtype) for factor in turns)
     return lax.platform_dependent(x, cos, sin, cuda=_rotate_turned, default=_rotate_halves)
-
-
-def _cosines(angles: Array) -> tuple[Array, Array]:
-    return jnp.cos(angles), jnp.sin(angles)
 
 
 def _rotate_halves(x: Array, cos: Array, sin: Array) -> Array:
@@ -222,9 +213,8 @@ class Linear(nn.Module):
             self.init_scale, "fan_in", "normal", in_axis=-1, out_axis=0
         )
         weight = self.param("weight", init, (*out, x.shape[-1]), jnp.float32)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, out, jnp.float32)
+        zeros = nn.initializers.zeros
+        bias = self.param("bias", zeros, out, jnp.float32) if self.use_bias else None
         return linear(x, weight, bias)
 
 

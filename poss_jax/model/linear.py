@@ -4,7 +4,6 @@ docs/LOG.md has their times. A quantised weight goes through the same function.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,10 +55,32 @@ def linear(
 
 @partial(jax.jit, static_argnames="dtype")  # traces equal shapes once
 def _product(rows: Array, weight: Array, *, dtype: Any) -> Array:
-    one_on_cpu, one_on_tpu, few_on_cpu, flat_on_cpu, plain = (
-        partial(spelling, dtype=dtype)
-        for spelling in (_one_row_on_cpu, _one_row_on_tpu, _few_rows_on_cpu, _flat_on_cpu, _plain)
-    )
+    def plain(rows: Array, weight: Array) -> Array:
+        axes = ((1,), (weight.ndim - 1,)), ((), ())
+        return lax.dot_general(rows, weight, axes, preferred_element_type=dtype)
+
+    def one_on_cpu(rows: Array, weight: Array) -> Array:
+        return jnp.matmul(weight, rows[0], preferred_element_type=dtype)[None]
+
+    def one_on_tpu(rows: Array, weight: Array) -> Array:
+        # One row alone would run on the vector unit. The barrier hides from XLA that seven rows are
+        # zeros.
+        padded = lax.optimization_barrier(jnp.pad(rows, ((0, 7), (0, 0))))
+        return plain(padded, weight)[:1]
+
+    def few_on_cpu(rows: Array, weight: Array) -> Array:
+        # The number of rows is rounded up to one with a fast kernel. The barrier keeps XLA from
+        # rewriting the product into the plain form.
+        padded = jnp.pad(rows, ((0, -len(rows) % 8), (0, 0)))
+        product = jnp.tensordot(weight, padded.T, 1, preferred_element_type=dtype)
+        product = lax.optimization_barrier(product)
+        return jnp.moveaxis(product, -1, 0)[: len(rows)]
+
+    def flat_on_cpu(rows: Array, weight: Array) -> Array:
+        # XLA on CPU copies a weight of several output axes to lay it flat.
+        flat = plain(rows, weight.reshape(-1, weight.shape[-1]))
+        return flat.reshape(-1, *weight.shape[:-1])
+
     if len(rows) == 1:
         return lax.platform_dependent(rows, weight, cpu=one_on_cpu, tpu=one_on_tpu, default=plain)
     if len(rows) <= _FEW_ROWS:
@@ -73,75 +94,34 @@ def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> A
     # The scale comes after the product, so that the operand is a pure conversion of 8 bits, which
     # compilers for TPU and GPU fuse into the product.
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    *out_dims, in_dim = weight.shape
+
+    def converted(rows: Array, weight: Quantised) -> Array:
+        return linear(rows, weight.values.astype(rows.dtype), dtype=dtype)
+
+    def on_cpu(rows: Array, weight: Quantised) -> Array:
+        kind = int8_products() if weight.values.dtype == jnp.int8 else None
+        if kind == "kernel" or kind == "integer":
+            multiply = multiply_integers
+        elif kind == "float" and rows.dtype == jnp.float32 and len(rows) <= _MAX_SUMMED_ROWS:
+            multiply = _sum_products
+        elif weight.values.size <= _BLOCK_SIZE:
+            return converted(rows, weight)
+        else:
+            multiply = _convert_blocks
+        sums = None if weight.sums is None else weight.sums.reshape(-1)
+        flat = weight.replace(values=weight.values.reshape(-1, in_dim), sums=sums)
+        return multiply(rows, flat).astype(dtype).reshape(-1, *out_dims)
+
     if weight.is_tiled:
-        out = _by_kernel(rows, weight).astype(dtype)
+        flat = weight.values.reshape(-1, in_dim), weight.sums.reshape(-1), weight.scale.reshape(-1)
+        out = multiply_tiles(rows.astype(jnp.float32), *flat, num_limbs=weight.num_limbs)
+        out = out.reshape(-1, *out_dims).astype(dtype)
     else:
-        on_cpu, converted = (
-            partial(spelling, dtype=dtype)
-            for spelling in (_spelling_on_cpu(rows, weight), _converted)
-        )
         out = lax.platform_dependent(rows, weight, cpu=on_cpu, default=converted)
         out = (out.astype(jnp.float32) * weight.scale[None]).astype(dtype)
     out = out if bias is None else out + bias[None]
-    return out.reshape(*x.shape[:-1], *weight.shape[:-1])
-
-
-def _by_kernel(rows: Array, weight: Quantised) -> Array:
-    *out_dims, in_dim = weight.values.shape
-    flat = weight.values.reshape(-1, in_dim), weight.sums.reshape(-1), weight.scale.reshape(-1)
-    out = multiply_tiles(rows.astype(jnp.float32), *flat, num_limbs=weight.num_limbs)
-    return out.reshape(-1, *out_dims)
-
-
-def _spelling_on_cpu(rows: Array, weight: Quantised) -> Callable[..., Array]:
-    kind = int8_products() if weight.values.dtype == jnp.int8 else None
-    if kind == "kernel" or kind == "integer":
-        return partial(_flat, multiply_integers)
-    if kind == "float" and rows.dtype == jnp.float32 and len(rows) <= _MAX_SUMMED_ROWS:
-        return partial(_flat, _sum_products)
-    return _converted if weight.values.size <= _BLOCK_SIZE else partial(_flat, _convert_blocks)
-
-
-def _converted(rows: Array, weight: Quantised, *, dtype: Any) -> Array:
-    return linear(rows, weight.values.astype(rows.dtype), dtype=dtype)
-
-
-def _flat(multiply: Callable[..., Array], rows: Array, weight: Quantised, *, dtype: Any) -> Array:
-    *out_dims, in_dim = weight.values.shape
-    sums = None if weight.sums is None else weight.sums.reshape(-1)
-    flat = weight.replace(values=weight.values.reshape(-1, in_dim), sums=sums)
-    return multiply(rows, flat).astype(dtype).reshape(-1, *out_dims)
-
-
-def _plain(rows: Array, weight: Array, *, dtype: Any = None) -> Array:
-    axes = ((1,), (weight.ndim - 1,)), ((), ())
-    return lax.dot_general(rows, weight, axes, preferred_element_type=dtype)
-
-
-def _flat_on_cpu(rows: Array, weight: Array, *, dtype: Any) -> Array:
-    # XLA on CPU copies a weight of several output axes to lay it flat.
-    flat = _plain(rows, weight.reshape(-1, weight.shape[-1]), dtype=dtype)
-    return flat.reshape(-1, *weight.shape[:-1])
-
-
-def _one_row_on_cpu(rows: Array, weight: Array, *, dtype: Any) -> Array:
-    return jnp.matmul(weight, rows[0], preferred_element_type=dtype)[None]
-
-
-def _one_row_on_tpu(rows: Array, weight: Array, *, dtype: Any) -> Array:
-    # One row alone would run on the vector unit. The barrier hides from XLA that seven rows are
-    # zeros.
-    padded = lax.optimization_barrier(jnp.pad(rows, ((0, 7), (0, 0))))
-    return _plain(padded, weight, dtype=dtype)[:1]
-
-
-def _few_rows_on_cpu(rows: Array, weight: Array, *, dtype: Any = None) -> Array:
-    # The number of rows is rounded up to one with a fast kernel. The barrier keeps XLA from
-    # rewriting the product into the plain form.
-    padded = jnp.pad(rows, ((0, -len(rows) % 8), (0, 0)))
-    product = jnp.tensordot(weight, padded.T, 1, preferred_element_type=dtype)
-    product = lax.optimization_barrier(product)
-    return jnp.moveaxis(product, -1, 0)[: len(rows)]
+    return out.reshape(*x.shape[:-1], *out_dims)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -172,10 +152,14 @@ def multiply_integers(
     num_limbs = weight.num_limbs
     scale, limbs = split_limbs(rows.astype(jnp.float32), num_limbs)
     stacked = limbs.reshape(-1, limbs.shape[-1])
-    if weight.sums is None:
-        sums = _multiply_signed(stacked, weight.values)
-    else:
+    if weight.sums is not None:
         sums = _sum_integers(stacked, weight.values) - 128 * weight.sums[None]
+    elif len(stacked) > 1:
+        sums = _sum_integers((stacked ^ 128).astype(jnp.int8), weight.values)
+    else:  # XLA would run one row in a slower loop
+        signed = (stacked ^ 128).astype(jnp.int8)
+        padded = lax.optimization_barrier(jnp.pad(signed, ((0, 1), (0, 0))))
+        sums = _sum_integers(padded, weight.values)[:1]
     sums = sums.reshape(num_limbs, len(rows), -1).astype(jnp.float32)
     total = sums[num_limbs - 1]
     for index in reversed(range(num_limbs - 1)):
@@ -201,15 +185,6 @@ def split_limbs(
     return scale, (fixed_point[None] >> shifts).astype(jnp.uint8)
 
 
-def _multiply_signed(limbs: Array, values: Array) -> Array:
-    limbs = (limbs ^ 128).astype(jnp.int8)
-    if len(limbs) > 1:
-        return _sum_integers(limbs, values)
-    # XLA would run one row in a slower loop.
-    padded = lax.optimization_barrier(jnp.pad(limbs, ((0, 1), (0, 0))))
-    return _sum_integers(padded, values)[:1]
-
-
 def _sum_integers(rows: Array, values: Array) -> Array:
     # With this precision JAX does not convert operands of two types.
     return lax.dot_general(
@@ -223,21 +198,19 @@ def _sum_integers(rows: Array, values: Array) -> Array:
 
 def _sum_products(rows: Float[Array, "rows in_dim"], weight: Quantised) -> Array:
     """Multiplies up to `_MAX_SUMMED_ROWS` rows by int8 values in float32."""
-    limit = _SUMMED_ROWS[-1]
-    chunks = (rows[first : first + limit] for first in range(0, len(rows), limit))
-    return jnp.concatenate([_sum_chunk(chunk, weight.values) for chunk in chunks])
-
-
-def _sum_chunk(rows: Array, values: Array) -> Array:
     # XLA on CPU fuses conversion, product and sum into one loop, which reads the 8 bits once for
     # all rows. The first barrier ties the conversion to the decoding loop: XLA would otherwise
     # hoist it and read 32 bits in every turn. The second keeps the sum from becoming a plain
     # product.
-    padding = next(count for count in _SUMMED_ROWS if count >= len(rows)) - len(rows)
-    padded = jnp.pad(rows, ((0, padding), (0, 0)))
-    values, padded = lax.optimization_barrier((values, padded))
-    sums = (values.astype(jnp.float32)[:, None] * padded[None]).sum(-1)
-    return lax.optimization_barrier(sums).T[: len(rows)]
+    limit, products = _SUMMED_ROWS[-1], []
+    for first in range(0, len(rows), limit):
+        chunk = rows[first : first + limit]
+        padding = next(count for count in _SUMMED_ROWS if count >= len(chunk)) - len(chunk)
+        padded = jnp.pad(chunk, ((0, padding), (0, 0)))
+        values, padded = lax.optimization_barrier((weight.values, padded))
+        sums = (values.astype(jnp.float32)[:, None] * padded[None]).sum(-1)
+        products.append(lax.optimization_barrier(sums).T[: len(chunk)])
+    return jnp.concatenate(products)
 
 
 def _convert_blocks(rows: Float[Array, "rows in_dim"], weight: Quantised) -> Array:

@@ -44,7 +44,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.model.families import FAMILIES, family_of
 from poss_jax.model.layers import Parameter
 from poss_jax.model.quantise import quantise_target, weight_path
-from poss_jax.model.sharding import Axes, dividing_axes
+from poss_jax.model.sharding import dividing_axes
 from poss_jax.model.target import TARGET, init_target
 from poss_jax.shapes import Array, Params
 
@@ -66,13 +66,17 @@ def item_shapes(
       is_quantised: list a quantised target's items, which include the head even if it is tied.
     """
     rows, shapes = list(table_of(config)), _shapes_of_one(config, is_quantised)
+    if isinstance(config, LlamaConfig):
+        numbers = {"layers": config.num_layers}
+    else:
+        numbers = {"specialists": config.num_specialists, "further": config.num_further}
     items: dict[str, dict[tuple[str, ...], tuple[int, ...]]] = {}
     for path in sorted(shapes, key=lambda path: rows.index(weight_path(path))):
         group, *inner = path.split("/")
         if inner[0] != "*":
             items.setdefault(group, {})[tuple(inner)] = shapes[path]
             continue
-        for number in range(_num_numbered(config, group)):
+        for number in range(numbers[group]):
             items.setdefault(f"{group}/{number}", {})[tuple(inner[1:])] = shapes[path]
     return {name: unflatten_dict(item) for name, item in items.items()}
 
@@ -167,7 +171,11 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     if not shape or path == "vocabulary":  # token ids, read by every device
         return PartitionSpec()
     weight = weight_path(path)
-    axes = _find_axes([_FUSED.get(key, key) for key in weight.split("/") if not key.isdigit()])
+    keys = [_FUSED.get(key, key) for key in weight.split("/") if not key.isdigit()]
+    name = "/".join(["", *keys])
+    tables = TARGET, *(family.parameters for family in FAMILIES.values())
+    rows = (item for table in tables for item in table.items())
+    axes = next((row.axes for end, row in rows if name.endswith("/" + end.replace("*/", ""))), None)
     if axes is None:
         raise ValueError(f"{path}: want one row in the table of a model, got none")
     if weight != path and not path.endswith("/values"):  # one number per output
@@ -240,20 +248,3 @@ def _shapes_of_one(
         _NUMBER.sub("*", jax.tree_util.keystr(path, simple=True, separator="/")): leaf.shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
-
-
-def _num_numbered(config: LlamaConfig | DraftConfig, group: str) -> int:
-    """Number of items of a group such as `layers`."""
-    if isinstance(config, LlamaConfig):
-        return config.num_layers
-    return config.num_further if group == "further" else config.num_specialists
-
-
-def _find_axes(keys: list[str]) -> tuple[Axes, ...] | None:
-    """Finds, in all tables, the axes of the parameter at the end of a path without numbers."""
-    for table in (TARGET, *(family.parameters for family in FAMILIES.values())):
-        for path, row in table.items():
-            suffix = path.replace("*/", "").split("/")
-            if keys[-len(suffix) :] == suffix:
-                return row.axes
-    return None

@@ -92,23 +92,18 @@ def quantise_specialists(draft: Params, kind: Quantisation) -> Params:
 
 def round_rows(params: Params) -> Params:
     """Lets CPUs write rows in two limbs instead of three: a draft's numbers change no text."""
-
-    def visit(leaf: Any) -> Any:
-        return leaf.replace(num_limbs=2) if isinstance(leaf, Quantised) else leaf
-
-    return _map_weights(visit, params)
+    return _map_quantised(lambda weight: weight.replace(num_limbs=2), params)
 
 
 def sum_values(params: Params) -> Params:
     """Adds the sums of int8 values, so that `linear` on a CPU multiplies uint8 by int8."""
 
-    def visit(leaf: Any) -> Any:
-        is_missing = isinstance(leaf, Quantised) and leaf.sums is None
-        if not is_missing or leaf.values.dtype != jnp.int8:
-            return leaf
-        return leaf.replace(sums=leaf.values.sum(axis=-1, dtype=jnp.int32))
+    def with_sums(weight: Quantised) -> Quantised:
+        if weight.sums is not None or weight.values.dtype != jnp.int8:
+            return weight
+        return weight.replace(sums=weight.values.sum(axis=-1, dtype=jnp.int32))
 
-    return _map_weights(visit, params)
+    return _map_quantised(with_sums, params)
 
 
 def tile_values(params: Params) -> Params:
@@ -117,26 +112,24 @@ def tile_values(params: Params) -> Params:
     Rows become two limbs there: no bit of a row depends on others, so texts need no third.
     """
 
-    def visit(leaf: Any) -> Any:
-        is_summed = isinstance(leaf, Quantised) and leaf.sums is not None and not leaf.is_tiled
-        if not is_summed or not fits_tiles(leaf.shape):
-            return leaf
-        return leaf.replace(values=to_tiles(leaf.values), is_tiled=True, num_limbs=2)
+    def tiled(weight: Quantised) -> Quantised:
+        if weight.sums is None or weight.is_tiled or not fits_tiles(weight.shape):
+            return weight
+        return weight.replace(values=to_tiles(weight.values), is_tiled=True, num_limbs=2)
 
-    return _map_weights(visit, params)
+    return _map_quantised(tiled, params)
 
 
 def untile_values(params: Params) -> Params:
     """Reverses `tile_values`."""
 
-    def visit(leaf: Any) -> Any:
-        is_tiled = isinstance(leaf, Quantised) and leaf.is_tiled
-        if not is_tiled:
-            return leaf
-        num_limbs = Quantised.num_limbs
-        return leaf.replace(values=from_tiles(leaf.values), is_tiled=False, num_limbs=num_limbs)
+    def untiled(weight: Quantised) -> Quantised:
+        if not weight.is_tiled:
+            return weight
+        values, num_limbs = from_tiles(weight.values), Quantised.num_limbs
+        return weight.replace(values=values, is_tiled=False, num_limbs=num_limbs)
 
-    return _map_weights(visit, params)
+    return _map_quantised(untiled, params)
 
 
 def quantise_items(
@@ -150,11 +143,15 @@ def quantise_items(
       dtype: dtype of all that is not quantised; None keeps it.
       is_tied: True if the embedding is the head, too; a quantised head is a separate item.
     """
+
+    def cast(leaf: Any) -> Any:
+        return leaf if _is_quantised(leaf) else leaf.astype(dtype)
+
     for name, item in items:
         if name == "embed" and is_tied:
             yield "head", quantise_target({"head": item}, kind)["head"]
         item = quantise_target({name: item}, kind)[name]
-        yield name, item if dtype is None else _cast(item, dtype)
+        yield name, item if dtype is None else jax.tree.map(cast, item, is_leaf=_is_quantised)
 
 
 def pack(item: Params) -> Any:
@@ -166,21 +163,15 @@ def pack(item: Params) -> Any:
 
 def unpack(item: Params) -> Params:
     """Reverses `pack`."""
-
-    def visit(value: Any) -> Any:
-        is_quantised = isinstance(value, Quantised)
-        return {"values": value.values, "scale": value.scale} if is_quantised else value
-
-    return _map_weights(visit, item)
+    return _map_quantised(lambda weight: {"values": weight.values, "scale": weight.scale}, item)
 
 
-def _cast(item: Params, dtype: Any) -> Params:
-    def visit(leaf: Any) -> Any:
-        return leaf if isinstance(leaf, Quantised) else leaf.astype(dtype)
+def _map_quantised(change: Callable[[Quantised], Any], params: Params) -> Params:
+    """Changes the quantised weights of a tree."""
+    return jax.tree.map(
+        lambda leaf: change(leaf) if _is_quantised(leaf) else leaf, params, is_leaf=_is_quantised
+    )
 
-    return _map_weights(visit, item)
 
-
-def _map_weights(visit: Callable[[Any], Any], params: Params) -> Params:
-    """Maps all leaves, where a quantised weight is one."""
-    return jax.tree.map(visit, params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+def _is_quantised(leaf: Any) -> bool:
+    return isinstance(leaf, Quantised)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.model.layers import DecoderLayer, Parameter, fuse_layer, init_layer, zero_outputs
 from poss_jax.model.quantise import untile_values
-from poss_jax.shapes import Array, Int, Params
+from poss_jax.shapes import Array, Float, Int, Params
 
 KEY_VALUE = ("k", "v", "k_norm")
 """Parameters of attention that keys and values depend on."""
@@ -20,6 +20,14 @@ _AFTER_ATTENTION = ("mlp_norm", "mlp", "output_norm")
 
 # A specialist is initialised like one of this many layers: its output starts small.
 _DRAWN_AMONG = 16
+
+
+def side_by_side(
+    params: Params, embedded: Float[Array, "*rows D"], features: Float[Array, "*rows D"]
+) -> Float[Array, "*rows both"]:
+    """Concatenates embeddings and features, which no parameters project."""
+    del params
+    return jnp.concatenate([embedded, features], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,9 @@ class Family:
     init: Callable[[DraftConfig, Array], Params]
     layer: Callable[[DraftConfig], DecoderLayer]
     join: Callable[[Params, DraftConfig, Array, Array], Array]
-    join_tokens: Callable[[Params, Array], Array]
-    join_features: Callable[[Params, Array, Array], Array]
-    read: Callable[[Params, DraftConfig, Array], Array]
+    join_tokens: Callable[[Params, Array], Array] = lambda params, embedded: embedded
+    join_features: Callable[[Params, Array, Array], Array] = side_by_side
+    read: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, features: features
     default_fields: Callable[[LlamaConfig, int], dict[str, Any]] = lambda target, num_tokens: {}
     fuse: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, features: features
     feed_back: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, h: h

@@ -67,14 +67,6 @@ def join_features(
     return of_tokens + linear(features, params["fc"]["weight"][:, features.shape[-1] :])
 
 
-def read(
-    params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
-) -> Float[Array, "*rows D"]:
-    """Returns the features unchanged: they are already after the target's final norm."""
-    del params, config
-    return features
-
-
 EAGLE = Family(
     parameters={
         # Its input is split in two (embedding, feature), so only its output is sharded.
@@ -87,7 +79,6 @@ EAGLE = Family(
     join=join,
     join_tokens=join_tokens,
     join_features=join_features,
-    read=read,
     method=lambda config: "eagle2" if config.trained_depth == 1 else "hass",
     pass_through=pass_through,
     may_share_kv=True,

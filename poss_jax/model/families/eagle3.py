@@ -31,7 +31,7 @@ from poss_jax.model.layers import (
     rms_norm,
 )
 from poss_jax.model.linear import linear
-from poss_jax.model.specialists import Family, add_layers, draw_specialists
+from poss_jax.model.specialists import Family, add_layers, draw_specialists, side_by_side
 from poss_jax.shapes import Array, Float, Params
 
 _PARTS = ("low", "middle", "high")
@@ -78,6 +78,11 @@ def init(config: DraftConfig, key: Array) -> Params:
             "aux_layers: an EAGLE-3 draft reads at least two layers of the target, got "
             f"{len(config.aux_layers)}"
         )
+    if config.fc_norm == "each" and len(config.aux_layers) != len(_PARTS):
+        raise UserError(
+            f"fc_norm each: want {len(_PARTS)} layers of the target, got {len(config.aux_layers)}; "
+            "give three aux_layers"
+        )
     D, width = config.layer.hidden_size, len(config.aux_layers) * config.feature_size
     if width == D:  # `join` tells features apart by their width
         raise UserError(f"hidden_size {D}: want another width than the target's features together")
@@ -88,31 +93,20 @@ def init(config: DraftConfig, key: Array) -> Params:
         fc["bias"] = jnp.zeros(D)
     draft = {
         "fc": fc,
-        **_init_fc_norm(config, width),
         "specialists": draw_specialists(layer, config, keys, width=2 * D),
         "norm": {"scale": jnp.ones(D)},
         "head": {"weight": jax.random.normal(head_key, (num_tokens, D)) * 0.02},
     }
+    if config.fc_norm == "whole":
+        draft["fc_norm"] = {"scale": jnp.ones(width)}
+    elif config.fc_norm == "each":
+        draft["fc_norm"] = {name: {"scale": jnp.ones(config.feature_size)} for name in _PARTS}
     if config.has_embedding:
         embedding = jax.random.normal(jax.random.fold_in(key, 0), (config.layer.vocab_size, D))
         draft["embed"] = {"weight": embedding * 0.02}
     if config.mask_token is not None:
         draft["mask"] = {"weight": jax.random.normal(jax.random.fold_in(key, 9), (1, 1, width))}
     return add_layers(draft, config, key)
-
-
-def _init_fc_norm(config: DraftConfig, width: int) -> Params:
-    if config.fc_norm is None:
-        return {}
-    if config.fc_norm == "whole":
-        return {"fc_norm": {"scale": jnp.ones(width)}}
-    if len(config.aux_layers) != len(_PARTS):
-        raise UserError(
-            f"fc_norm each: want {len(_PARTS)} layers of the target, got {len(config.aux_layers)}; "
-            "give three aux_layers"
-        )
-    scale = jnp.ones(config.feature_size)
-    return {"fc_norm": {name: {"scale": scale} for name in _PARTS}}
 
 
 def layer(config: DraftConfig) -> Specialist:
@@ -132,7 +126,7 @@ def join(
     """
     is_predicted = features.shape[-1] == embedded.shape[-1]
     state = feed_back if is_predicted else fuse
-    return join_features(params, embedded, state(params, config, features))
+    return side_by_side(params, embedded, state(params, config, features))
 
 
 def fuse(
@@ -154,34 +148,16 @@ def feed_back(
     params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows D"]:
     """Returns predicted features as the next specialist reads them."""
-    return _norm_output(params, config, features) if config.output_norm == "fed_back" else features
-
-
-def _norm_output(
-    params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
-) -> Float[Array, "*rows D"]:
-    return rms_norm(features, params["norm"]["scale"], eps=config.layer.rms_norm_eps)
-
-
-def join_tokens(params: Params, embedded: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    """Returns the embeddings: nothing projects the token alone."""
-    del params
-    return embedded
-
-
-def join_features(
-    params: Params, of_tokens: Float[Array, "*rows D"], states: Float[Array, "*rows D"]
-) -> Float[Array, "*rows both"]:
-    """Concatenates embeddings and states."""
-    del params
-    return jnp.concatenate([of_tokens, states], axis=-1)
+    return read(params, config, features) if config.output_norm == "fed_back" else features
 
 
 def read(
     params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows D"]:
     """Norms predicted features, unless the draft's head reads them raw."""
-    return features if config.output_norm is None else _norm_output(params, config, features)
+    if config.output_norm is None:
+        return features
+    return rms_norm(features, params["norm"]["scale"], eps=config.layer.rms_norm_eps)
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
@@ -223,8 +199,6 @@ EAGLE3 = Family(
     init=init,
     layer=layer,
     join=join,
-    join_tokens=join_tokens,
-    join_features=join_features,
     read=read,
     default_fields=default_fields,
     fuse=fuse,

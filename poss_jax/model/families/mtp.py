@@ -10,14 +10,10 @@ positions but the target's embedding and head. The modules of such models are tr
 target; ours are trained afterwards, on a frozen one (arXiv 2610.00888), by EAGLE's recursion.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from poss_jax.config.models import DraftConfig, LlamaConfig
-from poss_jax.model.families.eagle import read
-from poss_jax.model.families.eagle3 import join_features, join_tokens
+from poss_jax.config.models import DraftConfig
 from poss_jax.model.layers import (
     DecoderLayer,
     Linear,
@@ -26,7 +22,7 @@ from poss_jax.model.layers import (
     linear_rows,
     norm_row,
 )
-from poss_jax.model.specialists import Family, draw_specialists
+from poss_jax.model.specialists import Family, draw_specialists, side_by_side
 from poss_jax.shapes import Array, Float, Params
 
 
@@ -70,23 +66,6 @@ def layer(config: DraftConfig) -> Specialist:
     return Specialist(config.layer)
 
 
-def join(
-    params: Params,
-    config: DraftConfig,
-    embedded: Float[Array, "*rows D"],
-    features: Float[Array, "*rows D"],
-) -> Float[Array, "*rows both"]:
-    """Concatenates the embedding of token j+1 and the feature of token j."""
-    del config
-    return join_features(params, embedded, features)
-
-
-def default_fields(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
-    """Gives every specialist its own keys and values."""
-    del target, num_tokens
-    return {"kv": "per_specialist"}
-
-
 MTP = Family(
     parameters={
         **norm_row("specialists/*/token_norm", "layers.*.enorm"),
@@ -98,9 +77,6 @@ MTP = Family(
     },
     init=init,
     layer=layer,
-    join=join,
-    join_tokens=join_tokens,
-    join_features=join_features,
-    read=read,
-    default_fields=default_fields,
+    join=lambda params, config, embedded, features: side_by_side(params, embedded, features),
+    default_fields=lambda target, num_tokens: {"kv": "per_specialist"},
 )
