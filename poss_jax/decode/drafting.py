@@ -28,32 +28,24 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig, TreeConfig
-from poss_jax.decode.sampling import History, Sampling, lower_unlikely, shift_logits
+from poss_jax.decode.sampling import History, Sampling, lower_unlikely, shift_logits, unpack
 from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
 from poss_jax.model.cache import KeysValues, KVCache, attend_cached, commit_rows, newest_rows
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import DecoderLayer
 from poss_jax.model.ranking import top_k as best_of
 from poss_jax.model.sharding import whole_rows
-from poss_jax.model.specialists import further_layer
 from poss_jax.model.target import read_logits
-from poss_jax.shapes import Array, Bool, Float, Int, Params
+from poss_jax.shapes import Array, Float, Int, Params, UInt
 
 
 class Level(NamedTuple):
-    """Coordinates of a beam's children.
+    """Coordinates of a beam's children."""
 
-    Attributes:
-      depth: draft position of the children, static.
-      position: their position in the sequence.
-      path: tokens of all beam nodes so far.
-      on_path: True for tokens on a child's path.
-    """
-
-    depth: int
-    position: Array  # [B] int32
-    path: Array  # [B depth*W] int32
-    on_path: Array  # [B rows depth*W] bool
+    depth: int  # draft position of the children, static
+    position: Array  # [B] int32, their position in the sequence
+    path: Array  # [B depth*W] int32, tokens of all beam nodes so far
+    on_path: Array  # [B rows depth*W] bool, True for tokens on a child's path
 
 
 ChildrenFn = Callable[[Array, Level, int], tuple[Array, Array]]
@@ -135,23 +127,25 @@ def draft(
     levels: list[Candidates] = []
     for depth in range(tree.depth):
         with jax.named_scope(f"draft_level_{depth}"):
-            reads_tokens = depth > 0 and masked is None
-            if reads_tokens:
-                rows = x if rows is None else jnp.concatenate([rows, x], axis=1)
-                drafted = _enter_level(params, config, cache, drafted, rows, depth)
-            if depth == 0 or masked is None:
-                features = _run_level(params, config, cache, drafted, beam, x, depth)
-            else:
+            if depth > 0 and masked is not None:
                 features = jnp.repeat(masked[:, depth - 1 : depth], x.shape[1], axis=1)
-            if reads_tokens and config.is_looped:
-                features, own_further = _run_further(
-                    params, config, cache, own_further, beam, features, depth
-                )
+            else:
+                if depth > 0:
+                    rows = x if rows is None else jnp.concatenate([rows, x], axis=1)
+                    drafted = _enter_level(params, config, cache, drafted, rows, depth)
+                positions = jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
+                layer, stream = _layer_at(params, config, depth)
+                features = _run_layer(layer, config, stream, cache, drafted, beam, x, positions)
+                if depth > 0 and config.is_looped:
+                    features, own_further = _run_further(
+                        params, config, cache, own_further, beam, features, positions
+                    )
             read = family_of(config).read(params, config, features)
             logits = read_logits(params, read)
             level = Level(depth, cache.length + depth + 1, path, beam.ancestors)
             ids, log_probs = children(logits, level, tree.top_k)
-            levels.append(expand(beam, _target_ids(params, ids), log_probs))
+            ids = ids if params["vocabulary"] is None else params["vocabulary"][ids]
+            levels.append(expand(beam, ids, log_probs))
             if depth + 1 < tree.depth:
                 first_index = sum(level.tokens.shape[1] for level in levels[:-1])
                 beam, picks = next_beam(beam, levels[-1], first_index=first_index, top_k=tree.top_k)
@@ -225,18 +219,24 @@ def coupled_children(
     return _most_likely(noisy, top_k)
 
 
-def allowed_children(
-    logits: Float[Array, "B rows Vd"],
-    level: Level,
-    top_k: int,
-    *,
+def allow(
     children: ChildrenFn,
-    allowed: Bool[Array, "B Vd"],
-) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
-    """The root's children among the tokens that a grammar allows, and all others' as they are."""
-    if level.depth == 0:
-        logits = jnp.where(allowed[:, None], logits, _FORBIDDEN)
-    return children(logits, level, top_k)
+    allowed: UInt[Array, "B words"] | None,
+    vocabulary: Int[Array, " Vd"] | None,
+    vocab_size: int,
+) -> ChildrenFn:
+    """Limits the root's children to tokens that a grammar allows (see `sampling.unpack`)."""
+    if allowed is None:
+        return children
+    mask = unpack(allowed, vocab_size)
+    mask = mask if vocabulary is None else mask[:, vocabulary]
+
+    def limited(logits: Array, level: Level, top_k: int) -> tuple[Array, Array]:
+        if level.depth == 0:
+            logits = jnp.where(mask[:, None], logits, _FORBIDDEN)
+        return children(logits, level, top_k)
+
+    return limited
 
 
 def _most_likely(
@@ -247,12 +247,6 @@ def _most_likely(
     log_probs = best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     # XLA may compute `scores` twice with different rounding: a certain token would exceed 0.
     return ids, jnp.minimum(log_probs, 0.0)
-
-
-def _target_ids(params: Params, ids: Int[Array, "*any"]) -> Int[Array, "*any"]:
-    """Maps draft ids to ids of the target's vocabulary."""
-    vocabulary = params["vocabulary"]
-    return ids if vocabulary is None else vocabulary[ids]
 
 
 def _enter_level(
@@ -276,23 +270,7 @@ def _enter_level(
     positions = cache.length[:, None] + level
     layer = _specialist(params, config, config.specialist_at(depth))
     new = _keys_values(layer, cache, rows[:, first:], positions)
-    if is_new or drafted is None:
-        return new
-    return _append(drafted, new)
-
-
-def _run_level(
-    params: Params,
-    config: DraftConfig,
-    cache: KVCache,
-    drafted: tuple[Array, Array] | None,
-    beam: Beam,
-    x: Array,
-    depth: int,
-) -> Array:
-    """Features of one level's rows."""
-    layer, stream = _layer_at(params, config, depth)
-    return _run_layer(layer, config, stream, cache, drafted, beam, x, depth)
+    return new if is_new or drafted is None else _append(drafted, new)
 
 
 def _run_further(
@@ -302,7 +280,7 @@ def _run_further(
     earlier: list[tuple[Array, Array]],
     beam: Beam,
     x: Array,
-    depth: int,
+    positions: Array,
 ) -> tuple[Array, list[tuple[Array, Array]]]:
     """Runs one level's rows through the further layers of a looped draft.
 
@@ -311,9 +289,9 @@ def _run_further(
     """
     grown = []
     for index, layer in enumerate(_further_layers(params, config)):
-        drafted = _keys_values(layer, cache, x, _positions_of(cache, x, depth))
+        drafted = _keys_values(layer, cache, x, positions)
         drafted = _append(earlier[index], drafted) if earlier else drafted
-        x = _run_layer(layer, config, index + 1, cache, drafted, beam, x, depth)
+        x = _run_layer(layer, config, index + 1, cache, drafted, beam, x, positions)
         grown.append(drafted)
     return x, grown
 
@@ -326,10 +304,9 @@ def _run_layer(
     drafted: tuple[Array, Array] | None,
     beam: Beam,
     x: Array,
-    depth: int,
+    positions: Array,
 ) -> Array:
     """Runs one level's rows, which share a position, through a layer."""
-    positions = _positions_of(cache, x, depth)
     q = layer.queries(layer.normed(x), positions, cache.frequencies)
     drafted = drafted or (cache.k[stream][:, :, :0], cache.v[stream][:, :, :0])
     attended = _attend(config, cache, stream, q, drafted, beam.ancestors)
@@ -371,10 +348,6 @@ def _attend_in_order(
     return attend_cached(q, nothing, none, _append(newest, drafted), can_attend)
 
 
-def _positions_of(cache: KVCache, x: Array, depth: int) -> Array:
-    return jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
-
-
 def _append(stored: tuple[Array, Array], new: tuple[Array, Array]) -> tuple[Array, Array]:
     k, v = (jnp.concatenate(pair, axis=2) for pair in zip(stored, new, strict=True))
     return k, v
@@ -392,7 +365,9 @@ def _specialist(params: Params, config: DraftConfig, index: int) -> DecoderLayer
 
 def _further_layers(params: Params, config: DraftConfig) -> list[DecoderLayer]:
     """Layers of the first specialist after its first one."""
-    return [further_layer(config).bind({"params": layer}) for layer in params.get("further", [])]
+    return [
+        DecoderLayer(config.layer).bind({"params": layer}) for layer in params.get("further", [])
+    ]
 
 
 def _layer_at(params: Params, config: DraftConfig, depth: int) -> tuple[DecoderLayer, int]:

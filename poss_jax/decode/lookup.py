@@ -41,23 +41,19 @@ def copy_chain(
       size: N, number of copies.
       allowed: tokens that a grammar allows next (see `sampling.unpack`); None: all.
     """
-    ids, length = join_ids(request, output)
-    tokens, run = look_up(ids, length, size)
+    ids = jnp.concatenate([request.tokens, jnp.zeros_like(output.tokens)], axis=1)
+    ids = write_rows(ids, output.tokens, request.lengths, axis=1)
+    tokens, run = look_up(ids, request.lengths + output.num_tokens, size)
     is_wanted = run >= SHORTEST
     if request.lookup is not None:
         is_wanted &= request.lookup
     if allowed is not None:
-        is_wanted &= _is_allowed(allowed, tokens[:, 0])
+        first = tokens[:, 0]
+        word = jnp.take_along_axis(allowed, first[:, None] // 32, axis=1)[:, 0]
+        is_wanted &= (word >> (first % 32).astype(allowed.dtype) & 1) > 0
     scores = jnp.where(is_wanted[:, None], score(run, size), -jnp.inf)
     parents = jnp.broadcast_to(jnp.arange(size)[None] - 1, tokens.shape)
     return Candidates(tokens=tokens, scores=scores, parents=parents, num_copied=size)
-
-
-def join_ids(request: Request, output: Output) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
-    """Prompt and output of every sequence one after the other, and their number of tokens."""
-    padded = jnp.concatenate([request.tokens, jnp.zeros_like(output.tokens)], axis=1)
-    ids = write_rows(padded, output.tokens, request.lengths, axis=1)
-    return ids, request.lengths + output.num_tokens
 
 
 def look_up(
@@ -129,7 +125,6 @@ def merge(drafted: Candidates, chain: Candidates, *, depth: int) -> Candidates:
     scores.
 
     Args:
-      drafted: candidates of a draft.
       chain: result of `copy_chain`.
       depth: levels that the draft has.
     """
@@ -151,17 +146,9 @@ def merge(drafted: Candidates, chain: Candidates, *, depth: int) -> Candidates:
         scores.append(score)
         node = added
 
-    def joined(first: Array, columns: list[Array]) -> Array:
-        return jnp.concatenate([first, jnp.stack(columns, axis=1)], axis=1)
-
     return Candidates(
         tokens=jnp.concatenate([drafted.tokens, chain.tokens], axis=1),
-        scores=joined(drafted_scores, scores),
-        parents=joined(drafted.parents, parents),
+        scores=jnp.concatenate([drafted_scores, jnp.stack(scores, axis=1)], axis=1),
+        parents=jnp.concatenate([drafted.parents, jnp.stack(parents, axis=1)], axis=1),
         num_copied=chain.num_copied,
     )
-
-
-def _is_allowed(allowed: UInt[Array, "B words"], token: Int[Array, " B"]) -> Bool[Array, " B"]:
-    word = jnp.take_along_axis(allowed, token[:, None] // 32, axis=1)[:, 0]
-    return (word >> (token % 32).astype(allowed.dtype) & 1) > 0

@@ -20,7 +20,6 @@ the child of rank 0 is accepted most often. With the score of a rank instead of 
 log-probability, EAGLE-2's search gives a tree of the same shape in every round (`groups_of`).
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -29,13 +28,13 @@ import jax.numpy as jnp
 from flax import struct
 
 from poss_jax.config.models import TreeConfig
-from poss_jax.decode.drafting import ChildrenFn, Level, draft
+from poss_jax.decode.drafting import Level, allow, draft
 from poss_jax.decode.sampling import History, Sampling, process_logits
 from poss_jax.decode.state import DecodeState, StaticShape, Weights
 from poss_jax.decode.tree import Tree, select
 from poss_jax.model.ranking import choose
 from poss_jax.model.ranking import top_k as best_of
-from poss_jax.shapes import Array, Float, Int
+from poss_jax.shapes import Array, Float, Int, UInt
 
 # The next rank counts as three levels more: right if each tested child passes with probability
 # a = 0.68, for which 1 - a = a^3. Whole numbers are added without rounding.
@@ -115,28 +114,37 @@ def draw_tree(
     state: DecodeState,
     sampling: Sampling,
     history: History,
-    allow: Callable[[ChildrenFn], ChildrenFn] = lambda children: children,
+    allowed: UInt[Array, "B words"] | None = None,
 ) -> DrawnTree:
     """Drafts a tree; greedy sequences get the most likely children.
 
     Args:
       history: tokens so far; its path is ignored.
-      allow: changes how children are drawn, as a grammar demands.
+      allowed: tokens that a grammar allows after the root; None: all.
     """
     assert config.draft is not None and state.draft is not None, "want a draft"
     vocabulary, V = weights.draft["vocabulary"], config.target.vocab_size
-    noise, thresholds = _draw_numbers(
-        sampling,
-        state.target_cache.length,
-        noise_shape=(config.tree.depth, V if vocabulary is None else len(vocabulary)),
-        num_nodes=config.tree.num_nodes,
-    )
+    noise_shape = config.tree.depth, V if vocabulary is None else len(vocabulary)
+
+    def draw(seed: Array, position: Array) -> tuple[Array, Array]:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _DRAFTS), position)
+        of_noise, of_thresholds = jax.random.split(key)
+        return (
+            jax.random.gumbel(of_noise, noise_shape, jnp.float32, mode="high"),
+            jax.random.uniform(of_thresholds, (config.tree.num_nodes,)),
+        )
+
+    noise, thresholds = jax.vmap(draw)(sampling.seed, state.target_cache.length)
+    noise = jnp.where(sampling.temperature[:, None, None] > 0, noise, 0.0)
     probs = []  # one entry per level, as `draft` asks for children
 
     def children(logits: Array, level: Level, top_k: int) -> tuple[Array, Array]:
         on_level = history._replace(path=level.path, on_path=level.on_path)
         scores = process_logits(logits, sampling, on_level, vocab_size=V, vocabulary=vocabulary)
-        probs.append(_over_target(jax.nn.softmax(scores), vocabulary, V))
+        q = jax.nn.softmax(scores)
+        if vocabulary is not None:
+            q = jnp.zeros((*q.shape[:2], V)).at[..., vocabulary].set(q)
+        probs.append(q)
         _, ids = best_of(scores + noise[:, level.depth, None], top_k)
         costs = jnp.asarray([_cost((rank,)) for rank in range(top_k)], jnp.float32)
         return ids, jnp.broadcast_to(-costs[None, None], ids.shape)
@@ -147,7 +155,7 @@ def draw_tree(
         config.tree,
         state.draft.cache,
         state.draft.root_input,
-        allow(children),
+        allow(children, allowed, vocabulary, V),
     )
     groups = groups_of(config.tree)
     return DrawnTree(
@@ -227,28 +235,3 @@ def remove(drafted: Float[Array, "B groups V"], is_token: Array) -> Float[Array,
 def _normalise(weights: Array, *, otherwise: Array) -> Array:
     total = weights.sum(axis=-1, keepdims=True)
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), otherwise)
-
-
-def _over_target(
-    probs: Float[Array, "B rows Vd"], vocabulary: Int[Array, " Vd"] | None, vocab_size: int
-) -> Float[Array, "B rows V"]:
-    if vocabulary is None:
-        return probs
-    return jnp.zeros((*probs.shape[:2], vocab_size)).at[..., vocabulary].set(probs)
-
-
-def _draw_numbers(
-    sampling: Sampling, position: Int[Array, " B"], *, noise_shape: tuple[int, int], num_nodes: int
-) -> tuple[Float[Array, "B depth Vd"], Float[Array, "B M"]]:
-    """Noise of the draft, 0 in greedy rows, and thresholds; new ones at each position."""
-
-    def draw(seed: Array, position: Array) -> tuple[Array, Array]:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _DRAFTS), position)
-        of_noise, of_thresholds = jax.random.split(key)
-        return (
-            jax.random.gumbel(of_noise, noise_shape, jnp.float32, mode="high"),
-            jax.random.uniform(of_thresholds, (num_nodes,)),
-        )
-
-    noise, thresholds = jax.vmap(draw)(sampling.seed, position)
-    return jnp.where(sampling.temperature[:, None, None] > 0, noise, 0.0), thresholds

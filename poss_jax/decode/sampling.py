@@ -85,10 +85,7 @@ def draw_noise(
     """Gumbel noise for consecutive positions, zero in greedy rows.
 
     Args:
-      sampling: seeds and temperatures.
       first: position of the first token to be chosen; the prompt's first token is at 0.
-      num_positions: number of positions.
-      vocab_size: V.
     """
 
     def key_of(seed: Array, position: Array) -> Array:
@@ -141,8 +138,6 @@ def shift_logits(
     Settings that no sequence uses are skipped at run time.
 
     Args:
-      logits: logits of the next token.
-      sampling: the settings.
       history: tokens that the penalties count.
       vocab_size: V of the target.
       vocabulary: target id of every logit, for a draft that has its own; None: all, in order.
@@ -152,7 +147,11 @@ def shift_logits(
         return values if vocabulary is None else values[..., vocabulary]
 
     def biased(scores: Array) -> Array:
-        return scores + of_vocabulary(_bias(sampling, vocab_size))[:, None]
+        batch, ids = len(sampling.bias_ids), sampling.bias_ids
+        ids = jnp.where(ids < 0, vocab_size, ids)  # out of range: dropped
+        bias = jnp.zeros((batch, vocab_size))
+        bias = bias.at[jnp.arange(batch)[:, None], ids].add(sampling.bias, mode="drop")
+        return scores + of_vocabulary(bias)[:, None]
 
     def penalised(scores: Array) -> Array:
         penalty = sampling.repetition_penalty[:, None, None]
@@ -216,8 +215,6 @@ def draw(
 
     Args:
       scores: result of `shift_logits`.
-      noise: noise of every row.
-      sampling: the settings.
     """
     noisy = scores + noise
 
@@ -248,7 +245,6 @@ def lower_unlikely(
 
     Args:
       scores: result of `shift_logits`.
-      sampling: the settings.
       margin: amount by which they are lowered.
     """
 
@@ -279,14 +275,6 @@ def _is_sampled(sampling: Sampling) -> Bool[Array, " B"]:
 
 def _where_any(is_used: Array, change: Callable[[Array], Array], scores: Array) -> Array:
     return lax.cond(highest_of_groups(is_used.any()), change, lambda scores: scores, scores)
-
-
-def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "B V"]:
-    """Sums the biases of every token."""
-    batch = len(sampling.bias_ids)
-    ids = jnp.where(sampling.bias_ids < 0, vocab_size, sampling.bias_ids)  # out of range: dropped
-    bias = jnp.zeros((batch, vocab_size))
-    return bias.at[jnp.arange(batch)[:, None], ids].add(sampling.bias, mode="drop")
 
 
 def _num_output(history: History) -> Int[Array, "B rows"]:

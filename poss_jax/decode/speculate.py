@@ -6,7 +6,6 @@ Autoregressive decoding is the same round with a tree of only the root, so both 
 the choice of tokens and the commit.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -16,7 +15,7 @@ from jax import lax
 from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
 from poss_jax.decode.lookup import copy_chain, draft_unless_copied, merge
-from poss_jax.decode.sampling import History, draw, draw_noise, forbid, shift_logits, unpack
+from poss_jax.decode.sampling import History, draw, draw_noise, forbid, shift_logits
 from poss_jax.decode.state import DecodeState, DraftState, Output, Request, StaticShape, Weights
 from poss_jax.decode.tree import Candidates, Tree, root_tree, select
 from poss_jax.decode.verify import (
@@ -57,30 +56,30 @@ def first_state(
       out: what `prefill` gives.
       allowed: tokens that a grammar allows (see `sampling.forbid`); None: all.
     """
-    B = len(request.tokens)
-    root = _choose_first(config, request, forbid(out.logits, allowed))
-    state = DecodeState(
-        target_cache=out.cache,
-        draft=None,
-        root=root,
-        output=Output(
-            tokens=jnp.zeros((B, config.rows), jnp.int32).at[:, 0].set(root),
-            num_tokens=jnp.ones(B, jnp.int32),
-            num_accepted=jnp.zeros((B, config.rows), jnp.int32),
-            num_offered=jnp.zeros((B, config.rows), jnp.int32),
-            num_copied=jnp.zeros((B, config.rows), jnp.int32),
-            num_certain=jnp.zeros((B, config.rows), jnp.int32),
-            num_rounds=jnp.zeros(B, jnp.int32),
-            is_done=_is_stop(root[:, None], request)[:, 0] | (request.max_new_tokens == 1),
-            logprobs=first_logprobs(out.logits, root, count=config.num_logprobs, rows=config.rows),
-        ),
+    B, V, logits = len(request.tokens), config.target.vocab_size, forbid(out.logits, allowed)
+    if request.sampling is None:
+        root = choose(logits)
+    else:
+        noise = draw_noise(request.sampling, request.lengths, num_positions=1, vocab_size=V)
+        history = prompt_history(request)
+        scores = shift_logits(logits[:, None], request.sampling, history, vocab_size=V)
+        root = draw(scores, noise, request.sampling)[:, 0]
+    output = Output(
+        tokens=jnp.zeros((B, config.rows), jnp.int32).at[:, 0].set(root),
+        num_tokens=jnp.ones(B, jnp.int32),
+        num_accepted=jnp.zeros((B, config.rows), jnp.int32),
+        num_offered=jnp.zeros((B, config.rows), jnp.int32),
+        num_copied=jnp.zeros((B, config.rows), jnp.int32),
+        num_certain=jnp.zeros((B, config.rows), jnp.int32),
+        num_rounds=jnp.zeros(B, jnp.int32),
+        is_done=_is_stop(root[:, None], request)[:, 0] | (request.max_new_tokens == 1),
+        logprobs=first_logprobs(out.logits, root, count=config.num_logprobs, rows=config.rows),
     )
-    if config.draft is None:
-        return state
-    cache = out.visited.replace(length=request.lengths - 1)
-    num_tokens = jnp.ones_like(root)
-    draft = _commit_draft(weights, config.draft, cache, root[:, None], out.features, num_tokens)
-    return state.replace(draft=draft)
+    draft = None
+    if config.draft is not None:
+        cache, num_pairs = out.visited.replace(length=request.lengths - 1), jnp.ones_like(root)
+        draft = _commit_draft(weights, config.draft, cache, root[:, None], out.features, num_pairs)
+    return DecodeState(out.cache, draft, root, output)
 
 
 def prefill(weights: Weights, config: StaticShape, request: Request) -> targets.Prefilled:
@@ -166,7 +165,9 @@ def finish_round(
     """The round after drafting: verify, accept, commit; `allowed` after every node, None: all."""
     out = verify_tree(weights, config, state, tree)
     with jax.named_scope("accept"):
-        tree = _drop_drafts(tree, request)
+        if request.drafts is not None:  # a node that is its own parent is on no path
+            nodes = jnp.arange(tree.tokens.shape[1])[None]
+            tree = tree.replace(parents=jnp.where(request.drafts[:, None], tree.parents, nodes))
         chosen = choose_tokens(request, state, tree, forbid(out.logits, allowed), noise)
         acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
         logprobs = path_logprobs(out.logits, acceptance, count=config.num_logprobs)
@@ -214,9 +215,7 @@ def draft_tree(
         return root_tree(state.root)
     if config.children is None and config.drafting == "sampled" and request.sampling:
         history = history_before(request, state.output, root_tree(state.root))
-        return rejection.draw_tree(
-            weights, config, state, request.sampling, history, _allow(weights, config, allowed)
-        )
+        return rejection.draw_tree(weights, config, state, request.sampling, history, allowed)
     draft = partial(draft_candidates, weights, config, request, state, noise, allowed)
     if config.num_copied:
         with jax.named_scope("lookup"):
@@ -242,6 +241,7 @@ def draft_candidates(
     """All nodes a draft proposes, before the tree is selected."""
     assert config.draft is not None and state.draft is not None, "want a draft"
     children = config.children or drafting.top_children
+    vocabulary = weights.draft["vocabulary"]
     is_coupled = config.children is None and config.drafting == "coupled"
     if is_coupled and request.sampling and noise is not None:
         children = partial(
@@ -249,28 +249,16 @@ def draft_candidates(
             sampling=request.sampling,
             history=history_before(request, state.output, root_tree(state.root)),
             noise=noise,
-            vocabulary=weights.draft["vocabulary"],
+            vocabulary=vocabulary,
         )
-    children = _allow(weights, config, allowed)(children)
     return drafting.draft(
         weights.draft,
         config.draft,
         config.tree,
         state.draft.cache,
         state.draft.root_input,
-        children,
+        drafting.allow(children, allowed, vocabulary, config.target.vocab_size),
     )
-
-
-def _allow(
-    weights: Weights, config: StaticShape, allowed: UInt[Array, "B words"] | None
-) -> Callable[[drafting.ChildrenFn], drafting.ChildrenFn]:
-    """Limits the root's children to tokens that a grammar allows."""
-    if allowed is None:
-        return lambda children: children
-    vocabulary, mask = weights.draft["vocabulary"], unpack(allowed, config.target.vocab_size)
-    mask = mask if vocabulary is None else mask[:, vocabulary]
-    return lambda children: partial(drafting.allowed_children, children=children, allowed=mask)
 
 
 @jax.named_scope("verify")
@@ -308,14 +296,6 @@ def choose_tokens(
     return chosen
 
 
-def _drop_drafts(tree: Tree, request: Request) -> Tree:
-    """Makes drafted nodes their own parents where no drafts are wanted, so no path has them."""
-    if request.drafts is None:
-        return tree
-    nodes = jnp.arange(tree.tokens.shape[1])[None]
-    return tree.replace(parents=jnp.where(request.drafts[:, None], tree.parents, nodes))
-
-
 @jax.named_scope("commit")
 def commit(
     weights: Weights,
@@ -335,18 +315,14 @@ def commit(
     # Adds 0. Without this dependency XLA on CPU copies the caches of a single row: it must know
     # that the row is written after all that is read to choose its token.
     cache = cache.replace(length=cache.length + jnp.minimum(root[:, 0], 0))
-    state = state.replace(
-        target_cache=commit_rows(cache, kept, num_new),
-        root=root[:, 0],
-        output=_write_output(request, state.output, acceptance, logprobs),
-    )
-    if config.draft is None or state.draft is None:
-        return state
-    features = jnp.take_along_axis(out.features, path[:, :, None], axis=1)
-    draft = _commit_draft(
-        weights, config.draft, state.draft.cache, acceptance.emitted, features, num_new
-    )
-    return state.replace(draft=draft)
+    cache, draft = commit_rows(cache, kept, num_new), state.draft
+    output = _write_output(request, state.output, acceptance, logprobs)
+    if config.draft is not None and draft is not None:
+        features = jnp.take_along_axis(out.features, path[:, :, None], axis=1)
+        draft = _commit_draft(
+            weights, config.draft, draft.cache, acceptance.emitted, features, num_new
+        )
+    return DecodeState(cache, draft, root[:, 0], output)
 
 
 def generate(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
@@ -405,17 +381,6 @@ def _write_output(
         is_done=output.is_done | is_end.any(axis=1) | (num_tokens >= request.max_new_tokens),
         logprobs=append_logprobs(output.logprobs, logprobs, output.num_tokens),
     )
-
-
-def _choose_first(config: StaticShape, request: Request, logits: Array) -> Int[Array, " B"]:
-    """The token after the prompt."""
-    if request.sampling is None:
-        return choose(logits)
-    V = config.target.vocab_size
-    noise = draw_noise(request.sampling, request.lengths, num_positions=1, vocab_size=V)
-    history = prompt_history(request)
-    scores = shift_logits(logits[:, None], request.sampling, history, vocab_size=V)
-    return draw(scores, noise, request.sampling)[:, 0]
 
 
 def prompt_history(request: Request) -> History:

@@ -112,15 +112,10 @@ class Request(struct.PyTreeNode):
 
 
 class DraftState(struct.PyTreeNode):
-    """State that the draft carries from round to round.
+    """State that the draft carries from round to round."""
 
-    Attributes:
-      cache: committed (feature, token) pairs; the last one ends at the root.
-      root_input: that last pair, as `commit_pairs` returns it.
-    """
-
-    cache: KVCache
-    root_input: Array  # [B 1 width]
+    cache: KVCache  # committed (feature, token) pairs; the last one ends at the root
+    root_input: Array  # [B 1 width], that last pair, as `commit_pairs` returns it
 
 
 class Output(struct.PyTreeNode):
@@ -150,16 +145,9 @@ class Output(struct.PyTreeNode):
 
 
 class DecodeState(struct.PyTreeNode):
-    """The state that a round reads and writes.
+    """The state that a round reads and writes."""
 
-    Attributes:
-      target_cache: all tokens but the root.
-      draft: None without a draft.
-      root: the last chosen token.
-      output: tokens and statistics.
-    """
-
-    target_cache: KVCache
-    draft: DraftState | None
-    root: Array  # [B] int32
-    output: Output
+    target_cache: KVCache  # all tokens but the root
+    draft: DraftState | None  # None without a draft
+    root: Array  # [B] int32, the last chosen token
+    output: Output  # tokens and statistics

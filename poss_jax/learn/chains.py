@@ -39,7 +39,6 @@ from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import NOTHING, DecoderLayer
 from poss_jax.model.sharding import gather_head, split_batch
-from poss_jax.model.specialists import further_layer
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
@@ -132,48 +131,29 @@ def follow(
     family = family_of(config)
     layers = [family.layer(config).bind({"params": specialist})]
     if config.is_looped:
-        layers += [further_layer(config).bind({"params": layer}) for layer in shared["further"]]
+        layers += [
+            DecoderLayer(config.layer).bind({"params": layer}) for layer in shared["further"]
+        ]
     position = positions_in(inputs.documents) + index
-    frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
-    rotary = position, frequencies
+    rope = config.layer.rope, config.layer.head_dim
+    rotary = position, frequencies_in(inputs.documents, *rope)
     # A chain that has left its document reads another one's tokens and is not trained.
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
     of_tokens = family.join_tokens(shared, embedded)
     hidden, new = split_batch(family.join_features(shared, of_tokens, state)), []
     for layer, stream in zip(layers, streams, strict=True):
-        hidden, pair = _follow_layer(
-            layer, config, inputs.documents, rotary, index, hidden, stream, block=block
-        )
-        new.append(pair)
+        normed = layer.normed(hidden)
+        q = group_heads(layer.queries(normed, *rotary), config.layer.num_kv_heads)
+        new.append(StepKeys(*layer.keys_values(normed, *rotary)))
+        stream = _write(stream, new[-1], index)
+        of_context = stream.keys[0], stream.values[0], inputs.documents, jnp.array(0)
+        context = attend_documents(q, *of_context, block=block, window=config.trained_window)
+        mean = _add_own_rows(q, stream, index, context)
+        attended = ungroup_heads(mean).astype(hidden.dtype)
+        hidden = split_batch(layer.finish(hidden, attended))
     if not config.is_looped:
         hidden = run_further(shared, config, inputs, hidden, index, block=block)
     return hidden, tuple(new)
-
-
-def _follow_layer(
-    layer: DecoderLayer,
-    config: DraftConfig,
-    documents: Array,
-    rotary: tuple[Array, Array],
-    index: Array,
-    x: Array,
-    stream: StepKeys,
-    *,
-    block: int,
-) -> tuple[Array, StepKeys]:
-    """Runs one layer of a step; returns its rows, and their keys and values.
-
-    `rotary` holds the rows' positions and frequencies.
-    """
-    normed = layer.normed(x)
-    q = group_heads(layer.queries(normed, *rotary), config.layer.num_kv_heads)
-    new = StepKeys(*layer.keys_values(normed, *rotary))
-    stream = _write(stream, new, index)
-    of_context = stream.keys[0], stream.values[0], documents, jnp.array(0)
-    context = attend_documents(q, *of_context, block=block, window=config.trained_window)
-    mean = _add_own_rows(q, stream, index, context)
-    attended = ungroup_heads(mean).astype(x.dtype)
-    return split_batch(layer.finish(x, attended)), new
 
 
 def chain_gradients(
@@ -219,7 +199,11 @@ def chain_gradients(
         return Backward(
             add_gradients(carry.parameters, specialist, *parts),
             state,
-            *jax.tree.map(_add_wide, (carry.streams, carry.expected), (of_streams, of_expected)),
+            *jax.tree.map(
+                lambda total, gradient: total + gradient.astype(total.dtype),
+                (carry.streams, carry.expected),
+                (of_streams, of_expected),
+            ),
         ), losses
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (draft, *kept))
@@ -237,19 +221,12 @@ def chain_gradients(
 
 
 class Backward(NamedTuple):
-    """Gradients carried backwards through the steps.
+    """Gradients carried backwards through the steps."""
 
-    Attributes:
-      parameters: gradients like the draft.
-      state: gradient of the prediction of the step before.
-      streams: gradients of all keys and values, float32.
-      expected: gradients of the targets' expected heads.
-    """
-
-    parameters: Params
-    state: Array
-    streams: StreamKeys
-    expected: tuple[Array, Array | None]
+    parameters: Params  # gradients like the draft
+    state: Array  # gradient of the prediction of the step before
+    streams: StreamKeys  # gradients of all keys and values, float32
+    expected: tuple[Array, Array | None]  # gradients of the targets' expected heads
 
 
 def _run_step(
@@ -350,7 +327,3 @@ def _steps(config: DraftConfig, num_steps: int) -> tuple[Array, Array]:
     """Number and specialist of every step."""
     served_by = [config.specialist_at(step) for step in range(num_steps)]
     return jnp.arange(num_steps), jnp.array(served_by, jnp.int32)
-
-
-def _add_wide(total: Array, gradient: Array) -> Array:
-    return total + gradient.astype(total.dtype)

@@ -37,17 +37,11 @@ from poss_jax.shapes import Array, Bool, Float, Int
 
 
 class Likely(NamedTuple):
-    """The target's distribution at every row, over the tokens that the draft can propose.
+    """The target's distribution at every row, over the tokens that the draft can propose."""
 
-    Attributes:
-      head: the target's head rows for these tokens.
-      features: the target's features.
-      log_z: log of the softmax's denominator over all of its tokens.
-    """
-
-    head: Array  # [V D]
-    features: Array  # [B T D]
-    log_z: Array  # [B T] float32
+    head: Array  # [V D], the target's head rows for these tokens
+    features: Array  # [B T D], the target's features
+    log_z: Array  # [B T] float32, log of the softmax's denominator over all of its tokens
 
     @property
     def rows(self) -> tuple[Array, Array]:
@@ -346,7 +340,8 @@ def _feature_loss(predictions: Array, features: Array, deviations: Array | None)
         return jnp.zeros(predictions.shape[:-1])
     difference = predictions - features.astype(jnp.float32)
     difference = difference if deviations is None else difference / deviations[None, None]
-    return _smooth_l1(difference).mean(axis=-1)
+    size = jnp.abs(difference)
+    return jnp.where(size < 1.0, 0.5 * difference**2, size - 0.5).mean(axis=-1)
 
 
 def _lk_loss(log_alpha: Array, cross_entropy: Array, objective: ObjectiveConfig) -> Array:
@@ -378,11 +373,6 @@ def _mean_head(head: Array, probabilities: Array) -> Array:
     weights = probabilities.astype(head.dtype)
     mean = jnp.einsum("...V,VD->...D", weights, head, preferred_element_type=jnp.float32)
     return mean / weights.sum(axis=-1, keepdims=True, dtype=jnp.float32)  # rounded: not exactly 1
-
-
-def _smooth_l1(difference: Array) -> Array:
-    size = jnp.abs(difference)
-    return jnp.where(size < 1.0, 0.5 * difference**2, size - 0.5)
 
 
 def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:

@@ -27,9 +27,9 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.model.blockwise import Attended, attend_documents, group_heads, ungroup_heads
 from poss_jax.model.documents import encode_layer, frequencies_in, positions_in
 from poss_jax.model.families import family_of
-from poss_jax.model.layers import NOTHING
+from poss_jax.model.layers import NOTHING, DecoderLayer
 from poss_jax.model.sharding import split_batch
-from poss_jax.model.specialists import further_layer, key_value_params
+from poss_jax.model.specialists import key_value_params
 from poss_jax.shapes import Array, Float, Int, Params
 
 
@@ -52,28 +52,18 @@ class Versions(NamedTuple):
 
     The newest version is kept apart until the next depth writes it into place before reading: this
     lets the compiler use one buffer for all depths.
-
-    Attributes:
-      older: versions 0 to d-1 at depth d.
-      newest: version d.
     """
 
-    older: Array  # [R B T D]
-    newest: Array  # [B T D]
+    older: Array  # [R B T D], versions 0 to d-1 at depth d
+    newest: Array  # [B T D], version d
 
 
 class Depth(NamedTuple):
-    """One depth of the recursion.
+    """One depth of the recursion."""
 
-    Attributes:
-      index: draft depth, 0-based; traced.
-      specialist: index of the specialist that serves it.
-      versions: versions 0 to `index`.
-    """
-
-    index: Array  # [] int32
-    specialist: Array  # [] int32
-    versions: Array  # [R B T D]
+    index: Array  # [] int32, draft depth, 0-based; traced
+    specialist: Array  # [] int32, index of the specialist that serves it
+    versions: Array  # [R B T D], versions 0 to `index`
 
 
 Visit = Callable[[Depth, Any], tuple[Array, Any, Any]]
@@ -194,7 +184,7 @@ def run_further(
 
     def run(hidden: Array) -> Array:
         for params in shared["further"]:
-            layer = further_layer(config).bind({"params": params})
+            layer = DecoderLayer(config.layer).bind({"params": params})
             hidden = encode_layer(layer, hidden, *rows, block=block, window=window)
         return hidden
 
@@ -202,33 +192,20 @@ def run_further(
 
 
 class Diagonals(NamedTuple):
-    """Rows attended at later ages; no gradient flows into them.
+    """Rows attended at later ages; no gradient flows into them."""
 
-    Attributes:
-      versions: versions 0 to `depth`.
-      depth: number of diagonals.
-      position: position of a row in its document.
-      frequencies: rotary angle per position.
-    """
-
-    versions: Array  # [R B T D]
-    depth: Array  # [] int32
-    position: Array  # [B T] int32
-    frequencies: Array  # [B H/2] or [B T H/2]
+    versions: Array  # [R B T D], versions 0 to `depth`
+    depth: Array  # [] int32, number of diagonals
+    position: Array  # [B T] int32, position of a row in its document
+    frequencies: Array  # [B H/2] or [B T H/2], rotary angle per position
 
 
 class Terms(NamedTuple):
-    """Arrays for which the softmax over version 0 and all diagonals has gradients.
+    """Arrays for which the softmax over version 0 and all diagonals has gradients."""
 
-    Attributes:
-      weights: `{"shared", "layer", "of_tokens"}`, parameters of keys and values.
-      queries: rotated queries, in groups that share keys.
-      base: softmax over version 0.
-    """
-
-    weights: Params
-    queries: Array  # [B K G T H]
-    base: Attended
+    weights: Params  # `{"shared", "layer", "of_tokens"}`, parameters of keys and values
+    queries: Array  # [B K G T H], rotated queries, in groups that share keys
+    base: Attended  # softmax over version 0
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

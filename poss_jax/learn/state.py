@@ -21,7 +21,10 @@ class TrainState(struct.PyTreeNode):
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
     """AdamW, linear warm-up then linear decay to zero, gradients clipped by norm and by value."""
-    warmup = _count_warmup(config, num_steps)
+    min_steps = config.warmup_steps
+    if min_steps is None:
+        min_steps = min(round(2 / (1 - config.b2)), num_steps // 5)
+    warmup = min(max(round(config.warmup_fraction * num_steps), min_steps), num_steps - 1)
     schedule = optax.linear_schedule(config.learning_rate, 0.0, num_steps - warmup)
     if warmup:
         rising = optax.linear_schedule(0.0, config.learning_rate, warmup)
@@ -32,14 +35,6 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
     limits = (optax.clip_by_global_norm, config.clip_norm), (optax.clip, config.clip_value)
     clips = [clip(limit) for clip, limit in limits if limit is not None]
     return optax.chain(*clips, adamw) if clips else adamw
-
-
-def _count_warmup(config: OptimizerConfig, num_steps: int) -> int:
-    """Number of warm-up steps."""
-    min_steps = config.warmup_steps
-    if min_steps is None:
-        min_steps = min(round(2 / (1 - config.b2)), num_steps // 5)
-    return min(max(round(config.warmup_fraction * num_steps), min_steps), num_steps - 1)
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:

@@ -62,72 +62,53 @@ def draft_gradients(
     return gradients, losses
 
 
-Carry = tuple[Params, Array | None]
-"""(gradients so far, reach of the depth or None)"""
-
-
 def _gradients(
     draft: Params, head: Array, task: DraftTask, data: DraftData
 ) -> tuple[Params, DraftLosses]:
     R, first, weights = task.draft.trained_depth, task.first_trained_depth, task.depth_weights()
+    block, chunk = task.step.attention_block, task.step.vocabulary_chunk
 
     def loss(shared: Params, specialist: Params, depth: Depth, reach: Array | None):
         weight = weights[depth.index]
-        return _depth_loss(shared, specialist, weight, head, task, data, depth, reach)
+        shared, specialist = cast(shared, head.dtype), cast(specialist, head.dtype)
+        prediction = predict(shared, specialist, task.draft, data.inputs, depth, block=block)
+        rows = family_of(task.draft).read(shared, task.draft, prediction)
+        losses = draft_losses(
+            head,
+            rows,
+            data.targets,
+            data.loss_mask,
+            data.num_trained,
+            task.objective,
+            chunk=chunk,
+            deviations=task.feature_deviations,
+            reach=reach,
+        )
+        if reach is not None:
+            accepted = acceptance_rate(head, rows, data.targets, chunk=chunk)
+            reach = next_reach(reach, accepted, data.inputs.documents)
+        return weight * losses.total, (prediction, losses, reach)
 
-    def visit(depth: Depth, carry: Carry):
+    def visit(depth: Depth, carry: tuple[Params, Array | None], *, is_trained: bool):
         gradients, reach = carry
         parts = take_specialist(draft, depth.specialist)
-        _, (prediction, losses, reach) = loss(*parts, depth, reach)
+        if is_trained:
+            differentiate = jax.grad(loss, argnums=(0, 1), has_aux=True)
+            grads, (prediction, losses, reach) = differentiate(*parts, depth, reach)
+            gradients = add_gradients(gradients, depth.specialist, *grads)
+        else:
+            _, (prediction, losses, reach) = loss(*parts, depth, reach)
         return prediction, (gradients, reach), losses
-
-    def train(depth: Depth, carry: Carry):
-        gradients, reach = carry
-        parts = take_specialist(draft, depth.specialist)
-        differentiate = jax.grad(loss, argnums=(0, 1), has_aux=True)
-        grads, (prediction, losses, reach) = differentiate(*parts, depth, reach)
-        return prediction, (add_gradients(gradients, depth.specialist, *grads), reach), losses
 
     run = partial(unroll, task.draft, data.inputs)
     versions = first_version(data.inputs.features, R)
     carry = jax.tree.map(jnp.zeros_like, draft), task.first_reach(data)
-    versions, carry, untrained = run(versions, carry, visit, range(first))
+    look, train = (partial(visit, is_trained=is_trained) for is_trained in (False, True))
+    versions, carry, untrained = run(versions, carry, look, range(first))
     _, (gradients, _), losses = run(versions, carry, train, range(first, R))
     if task.draft.kv == "shared":
         gradients = share_keys_values(gradients, lambda leaf: leaf.sum(axis=0, keepdims=True))
     return gradients, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), untrained, losses)
-
-
-def _depth_loss(
-    shared: Params,
-    specialist: Params,
-    weight: Array,
-    head: Array,
-    task: DraftTask,
-    data: DraftData,
-    depth: Depth,
-    reach: Array | None,
-) -> tuple[Array, tuple[Array, DraftLosses, Array | None]]:
-    """Computes (weighted loss of one depth, (prediction, loss terms, reach of the next depth))."""
-    shared, specialist = cast(shared, head.dtype), cast(specialist, head.dtype)
-    block, chunk = task.step.attention_block, task.step.vocabulary_chunk
-    prediction = predict(shared, specialist, task.draft, data.inputs, depth, block=block)
-    rows = family_of(task.draft).read(shared, task.draft, prediction)
-    losses = draft_losses(
-        head,
-        rows,
-        data.targets,
-        data.loss_mask,
-        data.num_trained,
-        task.objective,
-        chunk=chunk,
-        deviations=task.feature_deviations,
-        reach=reach,
-    )
-    if reach is not None:
-        accepted = acceptance_rate(head, rows, data.targets, chunk=chunk)
-        reach = next_reach(reach, accepted, data.inputs.documents)
-    return weight * losses.total, (prediction, losses, reach)
 
 
 def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) -> Callable:
@@ -162,7 +143,13 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
         if losses.reach is not None:
             reach = losses.reach.sum(axis=0) * num_trained / jnp.maximum(count(is_trained), 1.0)
             of_depth /= jnp.maximum(reach, 1e-30)
-            gradients = _normalise(gradients, reach, task)
+            # Divided by their mean, the weights add up to what `depth_weights` alone do, and
+            # clipping and learning rate mean the same. The mean of all depths keeps their
+            # proportions, those of the accepted length.
+            first = task.first_trained_depth
+            weights = task.depth_weights()[first:]
+            mean = (weights * reach[first:]).sum() / weights.sum()
+            gradients = jax.tree.map(lambda leaf: leaf / jnp.maximum(mean, 1e-30), gradients)
         metrics = {
             "loss": of_depth.mean(),
             "loss_per_depth": of_depth,
@@ -171,17 +158,6 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
         return update_state(state, gradients, optimizer, _is_trained(task, state.params)), metrics
 
     return step
-
-
-def _normalise(gradients: Params, reach: Float[Array, " R"], task: DraftTask) -> Params:
-    """Divides gradients by the mean reach over trained rows and depths, weighted as these are.
-
-    So the weights add up to what `depth_weights` alone do, and clipping and learning rate mean the
-    same. A mean of all depths leaves them their proportions, those of the accepted length.
-    """
-    weights = task.depth_weights()[task.first_trained_depth :]
-    mean = (weights * reach[task.first_trained_depth :]).sum() / weights.sum()
-    return jax.tree.map(lambda leaf: leaf / jnp.maximum(mean, 1e-30), gradients)
 
 
 def _is_trained(task: DraftTask, draft: Params) -> Params:

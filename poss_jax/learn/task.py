@@ -76,18 +76,18 @@ def describe_draft(config: SpecialistsConfig, target: LlamaConfig, num_tokens: i
     fields: dict[str, Any] = {"kv": config.kv} | find_family(name).default_fields(
         target, num_tokens
     )
-    layers = config.aux_layers
-    if layers is not None and "aux_layers" not in fields:
-        raise UserError(
-            f"specialists.aux_layers: a draft of the family {name} reads none of the target's "
-            "layers; leave it out"
-        )
-    if layers is not None and max(layers) >= target.num_layers:
-        raise UserError(
-            f"specialists.aux_layers: want layers below {target.num_layers}, which the target "
-            f"has, got {max(layers)}"
-        )
-    fields |= {} if layers is None else {"aux_layers": layers}
+    if (layers := config.aux_layers) is not None:
+        if "aux_layers" not in fields:
+            raise UserError(
+                f"specialists.aux_layers: a draft of the family {name} reads none of the target's "
+                "layers; leave it out"
+            )
+        if max(layers) >= target.num_layers:
+            raise UserError(
+                f"specialists.aux_layers: want layers below {target.num_layers}, which the target "
+                f"has, got {max(layers)}"
+            )
+        fields["aux_layers"] = layers
     return DraftConfig(
         layer=replace(target, num_layers=1, fused_projections=False),
         positions_per_specialist=config.positions_per_specialist,
@@ -137,15 +137,9 @@ def prepare_draft_data(
     """
     features = batch.features
     if features is None:
-        block = task.step.attention_block
-        features = encode(
-            target,
-            task.target,
-            batch.tokens,
-            batch.documents,
-            block=block,
-            aux_layers=task.draft.aux_layers,
-        )
+        block, aux_layers = task.step.attention_block, task.draft.aux_layers
+        text = batch.tokens, batch.documents
+        features = encode(target, task.target, *text, block=block, aux_layers=aux_layers)
     features = lax.stop_gradient(features.astype(compute_dtype(target)))
     aux, final = jnp.split(features, [features.shape[-1] - task.target.hidden_size], axis=-1)
     features = noisy = aux if task.draft.aux_layers else final
@@ -159,11 +153,7 @@ def prepare_draft_data(
     embedded = embed(embedding, _next(batch.tokens, is_last))
     loss_mask = trained_rows(batch, task.objective.trained_rows)
     return DraftData(
-        inputs=DraftInputs(
-            features=noisy,
-            embedded=split_batch(embedded.astype(features.dtype)),
-            documents=batch.documents,
-        ),
+        inputs=DraftInputs(noisy, split_batch(embedded.astype(features.dtype)), batch.documents),
         targets=describe_targets(
             head,
             _next(final, is_last),

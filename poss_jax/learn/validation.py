@@ -26,17 +26,11 @@ from poss_jax.shapes import Array, Bool, Float, Params
 
 
 class Predictions(NamedTuple):
-    """Predictions at every row, for display.
+    """Predictions at every row, for display."""
 
-    Attributes:
-      tokens: most likely token at every depth.
-      labels: the token it should have been.
-      is_trained: rows that count.
-    """
-
-    tokens: Any  # [R B T] int32
-    labels: Any  # [B T] int32
-    is_trained: Any  # [B T] bool
+    tokens: Any  # [R B T] int32, most likely token at every depth
+    labels: Any  # [B T] int32, the token it should have been
+    is_trained: Any  # [B T] bool, rows that count
 
 
 class DraftSums(NamedTuple):
@@ -46,20 +40,20 @@ class DraftSums(NamedTuple):
       num_trained: trained rows that have a prediction.
       losses: loss terms by name.
       agreement: rows whose most likely token is the target's.
+      num_chains: see `count_accepted`.
+      accepted: chains that accept more than 0, 1, ..., R - 1 tokens.
       cosine: similarity of the predicted feature to the target's; None if the draft predicts no
         target feature.
       distance: length of their difference, in lengths of the target's; None likewise.
-      num_chains: see `count_accepted`.
-      accepted: chains that accept more than 0, 1, ..., R - 1 tokens.
     """
 
     num_trained: Any  # [R]
     losses: dict[str, Any]  # each [R]
     agreement: Any  # [R]
-    cosine: Any  # [R]
-    distance: Any  # [R]
     num_chains: Any  # []
     accepted: Any  # [R]
+    cosine: Any = None  # [R]
+    distance: Any = None  # [R]
 
 
 class TargetSums(NamedTuple):
@@ -102,9 +96,13 @@ def _roll_out(draft: Params, head: Array, task: DraftTask, data: DraftData, dept
         prediction = predict(*parts, task.draft, data.inputs, at, block=block)
         rows = family_of(task.draft).read(parts[0], task.draft, prediction)
         sums, tokens, hits = _measure_depth(rows, head, data, data.loss_mask, task)
-        for name, compare in (("cosine", _cosine), ("distance", _distance)):
-            of_rows = compare(rows, data.targets.features)
-            sums[name] = jnp.where(data.loss_mask, of_rows, 0.0).sum()
+        a, b = rows.astype(jnp.float32), data.targets.features.astype(jnp.float32)
+        length = jnp.linalg.norm(b, axis=-1)
+        lengths = jnp.linalg.norm(a, axis=-1) * length
+        cosine = (a * b).sum(axis=-1) / jnp.maximum(lengths, 1e-30)
+        distance = jnp.linalg.norm(a - b, axis=-1) / jnp.maximum(length, 1e-30)
+        sums["cosine"] = jnp.where(data.loss_mask, cosine, 0.0).sum()
+        sums["distance"] = jnp.where(data.loss_mask, distance, 0.0).sum()
         return prediction, carry, (sums, tokens, hits)
 
     versions = first_version(data.inputs.features, depth)
@@ -228,19 +226,5 @@ def _measure_depth(
             name: mean * num_trained for name, mean in vars(means).items() if mean is not None
         },
         "agreement": count(hits),
-        "cosine": None,
-        "distance": None,
     }
     return sums, tokens, hits
-
-
-def _cosine(a: Float[Array, "B T D"], b: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    lengths = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
-    return (a * b).sum(axis=-1) / jnp.maximum(lengths, 1e-30)
-
-
-def _distance(predicted: Float[Array, "B T D"], true: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    predicted, true = predicted.astype(jnp.float32), true.astype(jnp.float32)
-    lengths = jnp.linalg.norm(true, axis=-1)
-    return jnp.linalg.norm(predicted - true, axis=-1) / jnp.maximum(lengths, 1e-30)

@@ -18,15 +18,10 @@ from poss_jax.shapes import Array, Float, Int
 
 
 class Attended(NamedTuple):
-    """A softmax over some columns.
+    """A softmax over some columns."""
 
-    Attributes:
-      mean: values averaged under it; zeros if no column may be attended.
-      log_sum: logarithm of its denominator.
-    """
-
-    mean: Array  # [B K G T H] float32
-    log_sum: Array  # [B K G T] float32
+    mean: Array  # [B K G T H] float32, values averaged under it; zeros if no column may be attended
+    log_sum: Array  # [B K G T] float32, logarithm of its denominator
 
 
 def attend_documents(

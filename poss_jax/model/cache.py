@@ -22,30 +22,17 @@ from poss_jax.config.models import LlamaConfig
 from poss_jax.model.kernel import attend, cpu_branch
 from poss_jax.model.layers import NOTHING, merge_heads, rope_frequencies
 from poss_jax.model.sharding import highest_of_groups
-from poss_jax.model.used_rows import (
-    Softmax,
-    add_used_rows,
-    attend_in_order,
-    has_blocks,
-    has_kernel,
-)
+from poss_jax.model.used_rows import Softmax, add_used_rows, attend_in_order, has_blocks, has_kernel
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
 class KVCache(struct.PyTreeNode):
-    """Keys and values of every layer (in a draft, of every stream: see `DraftConfig`).
+    """Keys and values of every layer (in a draft, of every stream: see `DraftConfig`)."""
 
-    Attributes:
-      k: rotated keys, one array per layer.
-      v: values, likewise.
-      length: committed rows of each sequence.
-      frequencies: rotary angle per position of its keys.
-    """
-
-    k: list[Array]  # L × [B K S H]
-    v: list[Array]  # L × [B K S H]
-    length: Array  # [B] int32
-    frequencies: Array  # [B H/2] float32
+    k: list[Array]  # L × [B K S H], rotated keys, one array per layer
+    v: list[Array]  # L × [B K S H], values, likewise
+    length: Array  # [B] int32, committed rows of each sequence
+    frequencies: Array  # [B H/2] float32, rotary angle per position of its keys
 
 
 def init_cache(
@@ -74,15 +61,10 @@ def init_cache(
 
 
 class KeysValues(NamedTuple):
-    """Keys and values of some rows, layer by layer.
+    """Keys and values of some rows, layer by layer."""
 
-    Attributes:
-      k: rotated keys.
-      v: values.
-    """
-
-    k: list[Array]  # L × [B K T H]
-    v: list[Array]  # L × [B K T H]
+    k: list[Array]  # L × [B K T H], rotated keys
+    v: list[Array]  # L × [B K T H], values
 
 
 def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int) -> Array:

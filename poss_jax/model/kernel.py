@@ -23,7 +23,6 @@ from poss_jax.config.reading import UserError
 from poss_jax.shapes import Array, Bool, Float, Int, UInt
 
 _LOG = logging.getLogger(__name__)
-_SOURCE = Path(__file__).with_suffix(".c")
 _PREFIX = "poss_jax_"
 _FUNCTIONS = ("multiply_rows", "attend", "normalise", "cosines", "gumbel")
 _TILE = 32  # outputs
@@ -41,7 +40,7 @@ def has_kernel() -> bool:
 @cache
 def _register() -> bool:
     try:
-        library = load_library(_SOURCE, Path(jax.ffi.include_dir()))
+        library = load_library(Path(__file__).with_suffix(".c"), Path(jax.ffi.include_dir()))
     except (OSError, subprocess.SubprocessError, UserError) as error:
         output = " ".join((getattr(error, "stderr", None) or str(error)).split())[:300]
         _LOG.warning("int8 products by XLA, slower: kernel.c cannot be used: %s", output)

@@ -33,15 +33,10 @@ NOTHING = -1e30
 
 
 class Parameter(NamedTuple):
-    """The row of one parameter in a model's table; its Flax leaf gives shape and initial value.
+    """The row of one parameter in a model's table; its Flax leaf gives shape and initial value."""
 
-    Attributes:
-      torch: name in PyTorch checkpoints.
-      axes: mesh axes that shard its last dimensions.
-    """
-
-    torch: str
-    axes: tuple[Axes, ...]
+    torch: str  # name in PyTorch checkpoints
+    axes: tuple[Axes, ...]  # mesh axes that shard its last dimensions
 
 
 def linear_rows(path: str, torch: str, axes: tuple[Axes, ...]) -> dict[str, Parameter]:
@@ -194,17 +189,11 @@ def merge_heads(x: Float[Array, "B heads T H"]) -> Float[Array, "B T width"]:
 
 
 class Linear(nn.Module):
-    """Parameters of a linear map, `weight` [out, in] and maybe `bias` [out].
+    """Parameters of a linear map, `weight` [out, in] and maybe `bias` [out]."""
 
-    Attributes:
-      out_dim: width of the output; a tuple for several axes.
-      use_bias: whether there is a bias.
-      init_scale: variance of the output for input of variance 1.
-    """
-
-    out_dim: int | tuple[int, ...]
-    use_bias: bool = False
-    init_scale: float = 1.0
+    out_dim: int | tuple[int, ...]  # width of the output; a tuple for several axes
+    use_bias: bool = False  # whether there is a bias
+    init_scale: float = 1.0  # variance of the output for input of variance 1
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -309,14 +298,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One Llama layer, split where attention happens.
-
-    Attributes:
-      has_input_norm: False for the specialists of EAGLE-2, HASS and PosS.
-    """
+    """One Llama layer, split where attention happens."""
 
     config: LlamaConfig
-    has_input_norm: bool = True
+    has_input_norm: bool = True  # False for the specialists of EAGLE-2, HASS and PosS
 
     def setup(self) -> None:
         if self.has_input_norm:
@@ -361,9 +346,7 @@ class DecoderLayer(nn.Module):
         return q, k, v
 
     def finish(
-        self,
-        hidden: Float[Array, "B T D"],
-        attended: Float[Array, "B T NH"],
+        self, hidden: Float[Array, "B T D"], attended: Float[Array, "B T NH"]
     ) -> Float[Array, "B T D"]:
         """Adds the attention output and the MLP to the residual."""
         hidden = hidden + self.attention.o(attended)

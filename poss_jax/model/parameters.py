@@ -134,24 +134,20 @@ def check_params(config: LlamaConfig, params: Params, dtype: Any) -> None:
       UserError: a parameter is missing or unknown, or has another shape or dtype.
     """
     got = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (leaf.shape, leaf.dtype)
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{list(leaf.shape)} {leaf.dtype}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
     want = {
-        "/".join((name, *path)): (shape, jnp.dtype(dtype))
+        "/".join((name, *path)): f"{list(shape)} {jnp.dtype(dtype)}"
         for name, shapes in item_shapes(config).items()
         for path, shape in flatten_item(shapes).items()
     }
     if config.tie_embeddings:
         got.pop("head/weight", None)
-
-    def describe(array: tuple[tuple[int, ...], Any] | None) -> str:
-        return "none" if array is None else f"{list(array[0])} {array[1]}"
-
     for name in sorted(got.keys() | want.keys()):
         if got.get(name) != want.get(name):
             raise UserError(
-                f"{name}: want {describe(want.get(name))}, got {describe(got.get(name))}; "
+                f"{name}: want {want.get(name, 'none')}, got {got.get(name, 'none')}; "
                 "give parameters of a target of the same shape"
             )
 
@@ -209,11 +205,11 @@ def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any
       dtype: dtype of all of them; None keeps each one's.
     """
     shapes = jax.eval_shape(function)
-
-    def shape_of(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=where)
-
-    return jax.tree.map(shape_of, shapes, place_tree(shapes, mesh))
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=place),
+        shapes,
+        place_tree(shapes, mesh),
+    )
 
 
 def place_params(params: Params, mesh: Mesh) -> Params:

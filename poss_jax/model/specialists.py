@@ -93,11 +93,6 @@ def draw_specialists(
     return [init_layer(drawn, key, width=width) for key in keys]
 
 
-def further_layer(config: DraftConfig) -> DecoderLayer:
-    """Describes a further layer of the first specialist."""
-    return DecoderLayer(config.layer)
-
-
 def add_layers(draft: Params, config: DraftConfig, key: Array) -> Params:
     """Adds the further layers that a draft lacks; they add nothing until they are trained.
 
@@ -109,7 +104,7 @@ def add_layers(draft: Params, config: DraftConfig, key: Array) -> Params:
     if len(layers) >= config.num_further:
         return draft
     keys = jax.random.split(jax.random.fold_in(key, 1), config.num_further)[len(layers) :]
-    drawn = [zero_outputs(init_layer(further_layer(config), layer_key)) for layer_key in keys]
+    drawn = [zero_outputs(init_layer(DecoderLayer(config.layer), layer_key)) for layer_key in keys]
     return draft | {"further": layers + drawn}
 
 
@@ -143,15 +138,9 @@ def share_keys_values(draft: Params, reduce: Callable[[Array], Array]) -> Params
 
 def has_shared_keys_values(draft: Params) -> bool:
     """True if all specialists have the same key and value projections."""
-
-    def of(specialist: Params) -> list[Array]:
-        attention = specialist["attention"]
-        return jax.tree.leaves({name: attention[name] for name in KEY_VALUE if name in attention})
-
-    first, *further = map(of, draft["specialists"])
-    return all(
-        bool((a == b).all()) for leaves in further for a, b in zip(first, leaves, strict=True)
-    )
+    layers = [specialist["attention"] for specialist in draft["specialists"]]
+    first, *further = [{name: x[name] for name in KEY_VALUE if name in x} for x in layers]
+    return all(jax.tree.all(jax.tree.map(jnp.array_equal, first, other)) for other in further)
 
 
 def borrow_from_target(

@@ -43,49 +43,29 @@ TARGET = {
 
 
 class Prefilled(NamedTuple):
-    """Prompts in the cache.
+    """Prompts in the cache."""
 
-    Attributes:
-      logits: logits of each prompt's last row.
-      features: features of each prompt's last row, F = D, or D per requested layer.
-      cache: holds all prompts, committed.
-      visited: last return value of `visit`.
-    """
-
-    logits: Array  # [B V] float32
-    features: Array  # [B 1 F]
-    cache: KVCache
-    visited: Any
+    logits: Array  # [B V] float32, logits of each prompt's last row
+    features: Array  # [B 1 F], features of each prompt's last row, F = D, or D per requested layer
+    cache: KVCache  # holds all prompts, committed
+    visited: Any  # last return value of `visit`
 
 
 class Prefill(struct.PyTreeNode):
-    """Prompts on their way into the cache, chunk by chunk.
+    """Prompts on their way into the cache, chunk by chunk."""
 
-    Attributes:
-      cache: the chunks so far.
-      hidden: final hidden state of each prompt's last row, once its chunk has run.
-      features: features of that row, F as in `Prefilled`.
-      carry: last return value of `visit`.
-    """
-
-    cache: KVCache
-    hidden: Array  # [B 1 D]
-    features: Array  # [B 1 F]
-    carry: Any
+    cache: KVCache  # the chunks so far
+    hidden: Array  # [B 1 D], final hidden state of each prompt's last row, once its chunk has run
+    features: Array  # [B 1 F], features of that row, F as in `Prefilled`
+    carry: Any  # last return value of `visit`
 
 
 class Verified(struct.PyTreeNode):
-    """The target's output for the nodes of a tree.
+    """The target's output for the nodes of a tree."""
 
-    Attributes:
-      logits: logits of every node.
-      features: features of every node, F as in `Prefilled`.
-      rows: their keys and values, not yet in the cache.
-    """
-
-    logits: Array  # [B M V] float32
-    features: Array  # [B M F]
-    rows: KeysValues
+    logits: Array  # [B M V] float32, logits of every node
+    features: Array  # [B M F], features of every node, F as in `Prefilled`
+    rows: KeysValues  # their keys and values, not yet in the cache
 
 
 def init_target(config: LlamaConfig, key: Array) -> Params:
@@ -122,10 +102,9 @@ def insert_layers(layers: list[Params], num_layers: int) -> list[Params]:
       num_layers: number to return, at least the present number.
     """
     sources = [index * len(layers) // num_layers for index in range(num_layers)]
-    repeats = [index > 0 and sources[index - 1] == source for index, source in enumerate(sources)]
     return [
-        zero_outputs(layers[source]) if is_new else layers[source]
-        for source, is_new in zip(sources, repeats, strict=True)
+        zero_outputs(layers[source]) if source in sources[:index] else layers[source]
+        for index, source in enumerate(sources)
     ]
 
 

@@ -39,13 +39,9 @@ _PARTS = ("low", "middle", "high")
 
 
 class Specialist(DecoderLayer):
-    """One layer over rows [e; g] of two halves.
+    """One layer over rows [e; g] of two halves."""
 
-    Attributes:
-      norm_before_residual: whether it adds to the normed g rather than to g.
-    """
-
-    norm_before_residual: bool = False
+    norm_before_residual: bool = False  # whether it adds to the normed g rather than to g
 
     def setup(self) -> None:
         super().setup()
@@ -57,9 +53,7 @@ class Specialist(DecoderLayer):
         return jnp.concatenate([self.input_norm(embedded), self.feature_norm(state)], axis=-1)
 
     def finish(
-        self,
-        hidden: Float[Array, "B T both"],
-        attended: Float[Array, "B T NH"],
+        self, hidden: Float[Array, "B T both"], attended: Float[Array, "B T NH"]
     ) -> Float[Array, "B T D"]:
         """Adds the attention output and the MLP to the state."""
         state = jnp.split(hidden, 2, axis=-1)[1]

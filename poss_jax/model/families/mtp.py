@@ -14,14 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig
-from poss_jax.model.layers import (
-    DecoderLayer,
-    Linear,
-    RMSNorm,
-    layer_rows,
-    linear_rows,
-    norm_row,
-)
+from poss_jax.model.layers import DecoderLayer, Linear, RMSNorm, layer_rows, linear_rows, norm_row
 from poss_jax.model.specialists import Family, draw_specialists, side_by_side
 from poss_jax.shapes import Array, Float, Params
 
@@ -41,9 +34,7 @@ class Specialist(DecoderLayer):
         return super().normed(self._joined(hidden))
 
     def finish(
-        self,
-        hidden: Float[Array, "B T both"],
-        attended: Float[Array, "B T NH"],
+        self, hidden: Float[Array, "B T both"], attended: Float[Array, "B T NH"]
     ) -> Float[Array, "B T D"]:
         """Adds the attention output and the MLP to the projected rows, and norms the sum."""
         return self.output_norm(super().finish(self._joined(hidden), attended))
