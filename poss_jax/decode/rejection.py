@@ -125,17 +125,8 @@ def draw_tree(
     assert config.draft is not None and state.draft is not None, "want a draft"
     vocabulary, V = weights.draft["vocabulary"], config.target.vocab_size
     noise_shape = config.tree.depth, V if vocabulary is None else len(vocabulary)
-
-    def draw(seed: Array, position: Array) -> tuple[Array, Array]:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _DRAFTS), position)
-        of_noise, of_thresholds = jax.random.split(key)
-        return (
-            jax.random.gumbel(of_noise, noise_shape, jnp.float32, mode="high"),
-            jax.random.uniform(of_thresholds, (config.tree.num_nodes,)),
-        )
-
-    noise, thresholds = jax.vmap(draw)(sampling.seed, state.target_cache.length)
-    noise = jnp.where(sampling.temperature[:, None, None] > 0, noise, 0.0)
+    position, num_nodes = state.target_cache.length, config.tree.num_nodes
+    noise, thresholds = _draw_numbers(sampling, position, noise_shape, num_nodes)
     probs = []  # one entry per level, as `draft` asks for children
 
     def children(logits: Array, level: Level, top_k: int) -> tuple[Array, Array]:
@@ -149,14 +140,9 @@ def draw_tree(
         costs = jnp.asarray([_cost((rank,)) for rank in range(top_k)], jnp.float32)
         return ids, jnp.broadcast_to(-costs[None, None], ids.shape)
 
-    candidates = draft(
-        weights.draft,
-        config.draft,
-        config.tree,
-        state.draft.cache,
-        state.draft.root_input,
-        allow(children, allowed, vocabulary, V),
-    )
+    pairs = state.draft.cache, state.draft.root_input
+    drawn = allow(children, allowed, vocabulary, V)
+    candidates = draft(weights.draft, config.draft, config.tree, *pairs, drawn)
     groups = groups_of(config.tree)
     return DrawnTree(
         **vars(select(state.root, candidates, config.tree)),
@@ -235,3 +221,20 @@ def remove(drafted: Float[Array, "B groups V"], is_token: Array) -> Float[Array,
 def _normalise(weights: Array, *, otherwise: Array) -> Array:
     total = weights.sum(axis=-1, keepdims=True)
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), otherwise)
+
+
+def _draw_numbers(
+    sampling: Sampling, position: Int[Array, " B"], noise_shape: tuple[int, int], num_nodes: int
+) -> tuple[Float[Array, "B depth Vd"], Float[Array, "B M"]]:
+    """Noise of the draft, 0 in greedy rows, and thresholds; new ones at each position."""
+
+    def draw(seed: Array, position: Array) -> tuple[Array, Array]:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _DRAFTS), position)
+        of_noise, of_thresholds = jax.random.split(key)
+        return (
+            jax.random.gumbel(of_noise, noise_shape, jnp.float32, mode="high"),
+            jax.random.uniform(of_thresholds, (num_nodes,)),
+        )
+
+    noise, thresholds = jax.vmap(draw)(sampling.seed, position)
+    return jnp.where(sampling.temperature[:, None, None] > 0, noise, 0.0), thresholds

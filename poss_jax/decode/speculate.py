@@ -251,14 +251,9 @@ def draft_candidates(
             noise=noise,
             vocabulary=vocabulary,
         )
-    return drafting.draft(
-        weights.draft,
-        config.draft,
-        config.tree,
-        state.draft.cache,
-        state.draft.root_input,
-        drafting.allow(children, allowed, vocabulary, config.target.vocab_size),
-    )
+    children = drafting.allow(children, allowed, vocabulary, config.target.vocab_size)
+    pairs = state.draft.cache, state.draft.root_input
+    return drafting.draft(weights.draft, config.draft, config.tree, *pairs, children)
 
 
 @jax.named_scope("verify")
@@ -266,15 +261,9 @@ def verify_tree(
     weights: Weights, config: StaticShape, state: DecodeState, tree: Tree
 ) -> targets.Verified:
     """Runs the target's one pass over the tree."""
-    return targets.verify(
-        weights.target,
-        config.target,
-        state.target_cache,
-        tree.tokens,
-        tree.depths,
-        tree.ancestors,
-        aux_layers=config.aux_layers,
-    )
+    nodes, aux_layers = (tree.tokens, tree.depths, tree.ancestors), config.aux_layers
+    cache = state.target_cache
+    return targets.verify(weights.target, config.target, cache, *nodes, aux_layers=aux_layers)
 
 
 def choose_tokens(

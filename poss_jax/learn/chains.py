@@ -135,8 +135,8 @@ def follow(
             DecoderLayer(config.layer).bind({"params": layer}) for layer in shared["further"]
         ]
     position = positions_in(inputs.documents) + index
-    rope = config.layer.rope, config.layer.head_dim
-    rotary = position, frequencies_in(inputs.documents, *rope)
+    frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
+    rotary = position, frequencies
     # A chain that has left its document reads another one's tokens and is not trained.
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
     of_tokens = family.join_tokens(shared, embedded)

@@ -43,11 +43,6 @@ class Likely(NamedTuple):
     features: Array  # [B T D], the target's features
     log_z: Array  # [B T] float32, log of the softmax's denominator over all of its tokens
 
-    @property
-    def rows(self) -> tuple[Array, Array]:
-        """The arrays that have rows."""
-        return self.features, self.log_z
-
     def log_p(self, features: Array, log_z: Array) -> Float[Array, "B T V"]:
         """Log-probabilities at some of the rows."""
         return lax.stop_gradient(_logits(features, self.head) - log_z[..., None])
@@ -294,7 +289,7 @@ def trained_log_acceptance(
         log_q = jax.nn.log_softmax(_trained_logits(rows.astype(dtype), head))
         return jax.nn.logsumexp(jnp.minimum(likely.log_p(*of_target), log_q), axis=-1)
 
-    return _by_chunks(jax.checkpoint(of_chunk), chunk, features, *likely.rows)
+    return _by_chunks(jax.checkpoint(of_chunk), chunk, features, likely.features, likely.log_z)
 
 
 def log_acceptance(
@@ -309,7 +304,7 @@ def log_acceptance(
     With the tokens B that the draft finds less likely than the target, and s their share of alpha,
     the gradient is s times (mean head row under q over B - mean head row under q).
     """
-    head, of_target = lax.stop_gradient((head, likely.rows))
+    head, of_target = lax.stop_gradient((head, (likely.features, likely.log_z)))
 
     def of_chunk(rows: Array, *of_target: Array) -> tuple[Array, Array]:
         log_q = jax.nn.log_softmax(_logits(rows.astype(dtype), head))

@@ -186,11 +186,10 @@ def make_target_step(
         num_trained = jnp.maximum(count(labels_of(batch)[1]), 1.0)
 
         def of_part(total: tuple[Params, Array], chunk: TrainBatch):
-            loss, gradients = jax.value_and_grad(
-                lambda params: (
-                    target_loss(cast_inner(params, dtype), chunk, config, step) / num_trained
-                )
-            )(state.params)
+            def loss_of(params: Params) -> Array:
+                return target_loss(cast_inner(params, dtype), chunk, config, step) / num_trained
+
+            loss, gradients = jax.value_and_grad(loss_of)(state.params)
             return jax.tree.map(jnp.add, total, (gradients, loss)), None
 
         zeros = jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(())
