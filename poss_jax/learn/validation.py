@@ -40,20 +40,20 @@ class DraftSums(NamedTuple):
       num_trained: trained rows that have a prediction.
       losses: loss terms by name.
       agreement: rows whose most likely token is the target's.
-      num_chains: see `count_accepted`.
-      accepted: chains that accept more than 0, 1, ..., R - 1 tokens.
       cosine: similarity of the predicted feature to the target's; None if the draft predicts no
         target feature.
       distance: length of their difference, in lengths of the target's; None likewise.
+      num_chains: see `count_accepted`.
+      accepted: chains that accept more than 0, 1, ..., R - 1 tokens.
     """
 
     num_trained: Any  # [R]
     losses: dict[str, Any]  # each [R]
     agreement: Any  # [R]
+    cosine: Any  # [R]
+    distance: Any  # [R]
     num_chains: Any  # []
     accepted: Any  # [R]
-    cosine: Any = None  # [R]
-    distance: Any = None  # [R]
 
 
 class TargetSums(NamedTuple):
@@ -226,5 +226,7 @@ def _measure_depth(
             name: mean * num_trained for name, mean in vars(means).items() if mean is not None
         },
         "agreement": count(hits),
+        "cosine": None,
+        "distance": None,
     }
     return sums, tokens, hits
