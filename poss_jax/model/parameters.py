@@ -206,7 +206,7 @@ def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any
     """
     shapes = jax.eval_shape(function)
     return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=place),
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=where),
         shapes,
         place_tree(shapes, mesh),
     )

@@ -140,7 +140,7 @@ def has_shared_keys_values(draft: Params) -> bool:
     """True if all specialists have the same key and value projections."""
     layers = [specialist["attention"] for specialist in draft["specialists"]]
     first, *further = [{name: x[name] for name in KEY_VALUE if name in x} for x in layers]
-    return all(jax.tree.all(jax.tree.map(jnp.array_equal, first, other)) for other in further)
+    return all(jax.tree.all(jax.tree.map(jnp.array_equal, first, layer)) for layer in further)
 
 
 def borrow_from_target(
