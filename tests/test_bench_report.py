@@ -16,10 +16,9 @@ from made_up import (
     value,
 )
 
-from infer.bench import page as page_module
+from infer.bench import report as report_module
 from infer.bench.journal import Answer, write_answer_files
-from infer.bench.page import write_page
-from infer.bench.report import describe, format_brief, format_report
+from infer.bench.report import describe, format_brief, format_report, write_page
 from infer.bench.summary import Grid, summarise, summarise_group
 
 
@@ -238,7 +237,7 @@ def test_the_page_holds_everything_and_needs_no_network(tmp_path, monkeypatch, h
     if has_plots:
         pytest.importorskip("matplotlib")
     else:
-        monkeypatch.setattr(page_module, "find_spec", lambda name: None)
+        monkeypatch.setattr(report_module, "find_spec", lambda name: None)
     report = made_up_report()
     report["groups"][0]["methods"]["draft"]["all"]["acceptance_length"] |= {"low": 2.67, "high": 3}
     write_page(report, tmp_path / "report.html")

@@ -39,7 +39,7 @@ def test_target_by_hand():
     # 8 rows are attended: 7 and the row itself, by each of 2 sequences in each of 2 layers.
     assert step.bytes == 4 * (LAYERS + HEAD + 2 * 2 * 8 * PAIR)
     assert step.flops == 2 * 2 * (LAYERS + HEAD) + 4 * 2 * 3 * (2 * 2 * 8)
-    tree = costs.verify(WORK)
+    tree = costs.cost_card(WORK, prompt_tokens=1)["verify"]
     assert tree.bytes == 4 * (LAYERS + HEAD + 2 * 2 * 12 * PAIR)
     assert tree.flops == 2 * 10 * (LAYERS + HEAD) + 4 * 2 * 3 * (2 * 10 * 12)
     assert costs.accept(WORK) == Cost(bytes=4 * 2 * 5 * 10)
@@ -245,7 +245,8 @@ def test_copies_alone_are_a_phase() -> None:
 def test_copies_by_hand() -> None:
     """A draft's tree keeps its 5 nodes, with paths of up to 4 copies; alone they are a chain."""
     both, alone = replace(WORK, lookup=9), replace(WORK, draft=None, lookup=9)
-    assert costs.verify(both) == costs.verify(alone) == costs.verify(WORK)
+    cards = [costs.cost_card(work, prompt_tokens=1) for work in (both, alone, WORK)]
+    assert len({card["verify"] for card in cards}) == 1
     assert costs.accept(both) == costs.accept(alone) == costs.accept(WORK)
     assert costs.commit(alone) == Cost(bytes=4 * 2 * 2 * (2 * 5) * PAIR)
     # A row more of the target's caches, and a pair more of the draft's, both by 2 sequences.
@@ -297,7 +298,7 @@ def test_rates_are_measured_once(tmp_path, monkeypatch):
     assert found.device.flops_per_second == rate
     count = len(sizes)
     assert rates.find_roofline() == found and len(sizes) == count
-    for broken in ("{", json.dumps({found.device.name: {}})):
+    for broken in ("{", "[]", json.dumps({found.device.name: {}})):
         file.write_text(broken)
         assert rates.find_roofline() == found
     monkeypatch.setattr(rates, "_file", lambda: None)

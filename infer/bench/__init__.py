@@ -11,5 +11,5 @@ journal.py     answers and other results, kept as they come; answers in the fiel
 compare.py     a benchmark: all questions with all methods
 statistics.py  intervals and tests
 summary.py     answers -> numbers
-report.py      numbers -> tables and files; page.py makes a web page of them
+report.py      numbers -> tables, a web page and files
 """

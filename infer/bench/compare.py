@@ -34,7 +34,6 @@ from .measure import (
     play,
     with_default_models,
 )
-from .page import write_page
 from .phases import measure_card
 from .questions import Question, first_prompts, make_dialogues, read_sets
 from .rates import device_name, find_roofline
@@ -45,6 +44,7 @@ from .report import (
     format_report,
     show_report,
     with_provenance,
+    write_page,
 )
 from .summary import make_grid, show_example, summarise_group
 
@@ -78,34 +78,17 @@ def bench(
     """
     as_named, config = config, with_default_models(config)
     engines = load_engines(config)
-    engine = engines[AUTOREGRESSIVE]
-    sets = read_sets(config, engine)
-    dialogues = {}
-    for name, temperature in product(sets, config.temperatures or (config.sampling.temperature,)):
-        seeds = config.seeds or (config.sampling.seed,)
-        for seed in seeds[: None if temperature else 1]:  # greedy answers need no seeds
-            sampling = replace(config.sampling, temperature=temperature, seed=seed)
-            asked = make_dialogues(sets[name], config, sampling, engine)
-            dialogues[Cell(name, temperature, seed)] = asked
+    sets = read_sets(config, engines[AUTOREGRESSIVE])
+    dialogues = _make_all_dialogues(config, sets, engines[AUTOREGRESSIVE])
     folder = local_path(config.output, "output") if config.output else None
     journal = Journal(folder, settings_of(config, engines, sets), from_scratch=from_scratch)
-    size, names = config.batch_size, list(engines)
-    # Methods take turns, batch by batch, so that a slow machine slows all alike.
-    turns = [names[first:] + names[:first] for first in range(len(names))]
-    keys = [
-        Key(cell, repeat, name, index)
-        for cell, asked in dialogues.items()
-        for repeat in range(config.repeats)
-        for first in range(0, len(asked), size)
-        for name in turns[first // size % len(turns)]
-        for index in range(first, min(first + size, len(asked)))
-    ]
+    keys = list(_list_keys(config, dialogues, list(engines)))
     missing = [key for key in keys if key not in journal.answers]
     described = journal.methods.keys() - {key.method for key in missing}
     every = [dialogue for asked in dialogues.values() for dialogue in asked]
     compiled = {}
-    for name in progress_bar([name for name in names if name not in described], desc="compile"):
-        compiled[name] = compile_programs(engines[name], every, batch_size=size)
+    for name in progress_bar([name for name in engines if name not in described], desc="compile"):
+        compiled[name] = compile_programs(engines[name], every, batch_size=config.batch_size)
     by_depth = {"drift": study(config)} if config.drift else {}
     with progress_bar(
         total=len(keys), initial=len(keys) - len(missing), desc="bench", unit="question"
@@ -114,7 +97,7 @@ def bench(
     prompt = first_prompts(next(iter(dialogues.values())))[0]
     report = {
         "baseline": AUTOREGRESSIVE,
-        "target": engine.record.target.name,
+        "target": engines[AUTOREGRESSIVE].record.target.name,
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
         "groups": list(_summarise(config, engines, dialogues, journal)),
@@ -122,6 +105,32 @@ def bench(
     }
     report = with_provenance(report | by_depth, as_named)  # names, not this machine's folders
     return report, [journal.answers[key] for key in keys]
+
+
+def _make_all_dialogues(
+    config: BenchConfig, sets: dict[str, list[Question]], engine: Engine
+) -> dict[Cell, list[Dialogue]]:
+    dialogues = {}
+    for name, temperature in product(sets, config.temperatures or (config.sampling.temperature,)):
+        seeds = config.seeds or (config.sampling.seed,)
+        for seed in seeds[: None if temperature else 1]:  # greedy answers need no seeds
+            sampling = replace(config.sampling, temperature=temperature, seed=seed)
+            asked = make_dialogues(sets[name], config, sampling, engine)
+            dialogues[Cell(name, temperature, seed)] = asked
+    return dialogues
+
+
+def _list_keys(
+    config: BenchConfig, dialogues: dict[Cell, list[Dialogue]], names: list[str]
+) -> Iterator[Key]:
+    """Orders all questions: methods take turns, batch by batch, so slowdowns hit all alike."""
+    size = config.batch_size
+    for (cell, asked), repeat in product(dialogues.items(), range(config.repeats)):
+        for number, first in enumerate(range(0, len(asked), size)):
+            begin = number % len(names)
+            for name in names[begin:] + names[:begin]:
+                for index in range(first, min(first + size, len(asked))):
+                    yield Key(cell, repeat, name, index)
 
 
 def settings_of(

@@ -139,7 +139,8 @@ def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
     levels = range(work.tree.depth if work.draft else 0)
     phases = {f"draft/level{depth}": draft_level(work, depth) for depth in levels}
     drafting = {"draft": sum(phases.values(), Cost())} if work.shape.max_accepted else {}
-    later = {"verify": verify(work), "accept": accept(work), "commit": commit(work)}
+    verify = decode(work, work.shape.num_nodes)  # of the root alone without a draft and lookup
+    later = {"verify": verify, "accept": accept(work), "commit": commit(work)}
     total = sum([*phases.values(), *later.values()], Cost())
     return {"prefill": prefill(work, prompt_tokens), **phases, **drafting, **later, "round": total}
 
@@ -181,14 +182,16 @@ def prefill(work: Workload, num_tokens: int) -> Cost:
     return sum(costs, Cost())
 
 
-def decode(work: Workload) -> Cost:
-    """One autoregressive step."""
-    return _target_pass(work, 1)
-
-
-def verify(work: Workload) -> Cost:
-    """The target's pass over the nodes of a tree; without a draft and lookup, over the root."""
-    return _target_pass(work, work.shape.num_nodes)
+def decode(work: Workload, num_rows: int = 1) -> Cost:
+    """One autoregressive step, or the target's pass over more rows, such as the nodes of a tree."""
+    config, rows = work.target, work.batch * num_rows
+    weights = config.num_layers * _layer_weights(config) + config.vocab_size * config.hidden_size
+    attended = work.context + num_rows
+    costs = [
+        _product(weights, rows, work.target_bytes),
+        _attention(work, config, work.batch * attended, rows * attended, config.num_layers),
+    ]
+    return sum(costs, Cost())
 
 
 def draft_level(work: Workload, depth: int) -> Cost:
@@ -253,17 +256,6 @@ def commit(work: Workload) -> Cost:
 def _draft_context(work: Workload, draft: DraftConfig) -> int:
     """Context rows that a draft attends."""
     return min(work.context, draft.num_sinks + (draft.window or work.context))
-
-
-def _target_pass(work: Workload, num_rows: int) -> Cost:
-    config, rows = work.target, work.batch * num_rows
-    weights = config.num_layers * _layer_weights(config) + config.vocab_size * config.hidden_size
-    attended = work.context + num_rows
-    costs = [
-        _product(weights, rows, work.target_bytes),
-        _attention(work, config, work.batch * attended, rows * attended, config.num_layers),
-    ]
-    return sum(costs, Cost())
 
 
 def _commit_pairs(work: Workload, rows: int, *, attended: int, pairs: float) -> Cost:

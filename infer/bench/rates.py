@@ -58,6 +58,7 @@ def find_roofline() -> Roofline:
     file, kept = _file(), {}
     with suppress(OSError, ValueError):
         kept = json.loads(file.read_text()) if file else {}
+    kept = kept if isinstance(kept, dict) else {}
     with suppress(TypeError, KeyError):  # none, or of another version
         rates = kept[device_name()]
         if "int8" in rates["flops_by_rows"] or not has_kernel():

@@ -129,11 +129,6 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
     reached, reachable = (count_reaching(counts, DEPTHS) for counts in (accepted, offered))
     tokens, seconds = grid.tokens().sum(axis=1), grid.seconds().sum(axis=1)
     plain_tokens, plain_seconds = baseline.tokens().sum(axis=1), baseline.seconds().sum(axis=1)
-    is_equal = np.vectorize(lambda a, b: a.join("output_ids") == b.join("output_ids"), [bool])
-    num_same = 0  # tokens of the baseline before the first one that differs
-    for answer, plain in zip(grid.answers[0].flat, baseline.answers[0].flat, strict=True):
-        pairs = zip(answer.join("output_ids"), plain.join("output_ids"), strict=False)
-        num_same += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return {
         "acceptance_length": estimate(
             share, np.where(is_counted, lengths, 0.0).sum(axis=1), is_counted.sum(axis=1)
@@ -163,9 +158,20 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
         "new_tokens": int(tokens.sum()),
         "seconds": float(seconds.sum()),
         "answers": rows.size,
-        # Token for token, in every repeat.
+        **_compare_texts(grid, baseline),
+    }
+
+
+def _compare_texts(grid: Grid, baseline: Grid) -> dict[str, float]:
+    """Counts equal answers, and the share of the baseline's tokens before the first other one."""
+    is_equal = np.vectorize(lambda a, b: a.join("output_ids") == b.join("output_ids"), [bool])
+    num_same = 0
+    for answer, plain in zip(grid.answers[0].flat, baseline.answers[0].flat, strict=True):
+        pairs = zip(answer.join("output_ids"), plain.join("output_ids"), strict=False)
+        num_same += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return {
         "equal_outputs": int(is_equal(grid.answers, baseline.answers[0]).all(axis=0).sum()),
-        "same_text": num_same / float(plain_tokens.sum()),
+        "same_text": num_same / float(baseline.tokens().sum()),
     }
 
 
