@@ -49,7 +49,7 @@ def report_folder(text: str) -> Path:
 def read_tree(text: str) -> TreeConfig:
     """Reads depth/top_k/total_tokens; argparse tells of a ValueError where there are not three."""
     names = "depth", "top_k", "total_tokens"
-    sizes: Schema = dict(zip(names, text.split("/"), strict=True))
+    sizes: dict[str, Any] = dict(zip(names, text.split("/"), strict=True))
     return build_config(TreeConfig, sizes, origin=f"tree {text!r}")
 
 

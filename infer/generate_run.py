@@ -149,21 +149,20 @@ def answer_prompts(config: GenerateConfig) -> None:
             write_output(output, "".join(json.dumps(line) + "\n" for line in lines))
     screen.end_line()
     bar.close()
-    num_tokens = sum(len(answer.output_ids) for answer in answered.values())
-    length = mean_acceptance_length([answer.accepted_per_round for answer in answered.values()])
-    seconds = time.monotonic() - started
-    kept = str(output) if output is not None and answered else None
     summary = {
         "answers": len(answered),
-        "new_tokens": num_tokens,
-        "mean_acceptance_length": length,
-        "seconds_with_compilation": round(seconds, 3),
-        "output": kept,
+        "new_tokens": sum(len(answer.output_ids) for answer in answered.values()),
+        "mean_acceptance_length": mean_acceptance_length(
+            [answer.accepted_per_round for answer in answered.values()]
+        ),
+        "seconds_with_compilation": round(time.monotonic() - started, 3),
+        "output": str(output) if output is not None and answered else None,
         "interrupted": interruption is not None,
     }
-    text = f"{num_tokens} tokens in {seconds:.1f} s, compilation included; "
-    text += f"{length:.2f} tokens per pass"
-    print_summary(summary, f"{text}; answers: {kept}" if kept else text)
+    text = "{new_tokens} tokens in {seconds_with_compilation:.1f} s, compilation included; "
+    text += "{mean_acceptance_length:.2f} tokens per pass"
+    text += "; answers: {output}" if summary["output"] else ""
+    print_summary(summary, text.format_map(summary))
     if interruption is not None:
         raise interruption
 

@@ -50,29 +50,28 @@ def autotune(
         file: baseline.with_settings(replace(settings, draft_vocabulary=file))
         for file in vocabularies
     }
-    tunings: dict[str, dict[str | None, Tuning]] = {}  # by draft and vocabulary
+    tunings = {}  # by draft and vocabulary
     for name, folder in config.drafts.items():
         drafts = {file: target.load_draft(folder) for file, target in targets.items()}
-        tunings[name] = {}
         for file, engine in ({config.draft_vocabulary: engines[name]} | drafts).items():
             title = f"{name}, {digest_vocabulary(engine)}"
             tuning = Tuning(title, engine, prompts, batch_sizes, kept, lookup=config.lookup)
-            tunings[name][file] = tuning
-    every = [tuning for by_file in tunings.values() for tuning in by_file.values()]
-    seconds = time_answer(baseline, prompts[0]) * len(prompts)
-    minutes = sum(tuning.estimate_seconds(seconds, config.repeats) for tuning in every) / 60
-    _LOG.warning("tuning %d drafts, about %.0f min", len(every), max(minutes, 1))
-    entries, gains = {}, {}
-    for name, by_file in tunings.items():
-        tuned = {file: tune(tuning, repeats=config.repeats) for file, tuning in by_file.items()}
-        for file, sizes in tuned.items():
-            methods = [entry["methods"].values() for entry in sizes.values()]
+            tunings[name, file] = tuning
+    plain = time_answer(baseline, prompts[0]) * len(prompts)
+    seconds = sum(tuning.estimate_seconds(plain, config.repeats) for tuning in tunings.values())
+    _LOG.warning("tuning %d drafts, about %.0f min", len(tunings), max(seconds / 60, 1))
+    entries = {}
+    for name, folder in config.drafts.items():
+        tuned, gains = {}, {}
+        for file in dict.fromkeys((config.draft_vocabulary, *vocabularies)):
+            tuned[file] = tune(tunings[name, file], repeats=config.repeats)
+            methods = [entry["methods"].values() for entry in tuned[file].values()]
             gains[file] = math.prod(max(row["ratio"] for row in rows) for rows in methods)
-            entries[name if file == config.draft_vocabulary else f"{name}, {file}"] = sizes
-        best = max(tuned, key=lambda file: gains[file])
-        _write_tuned(paths[name], config.drafts[name], tuned[best], best, config)
+            entries[name if file == config.draft_vocabulary else f"{name}, {file}"] = tuned[file]
+        best = max(gains, key=lambda file: gains[file])
+        _write_tuned(paths[name], folder, tuned[best], best, config)
     kept.finish()
-    report = {"drafts": entries, "files": {name: str(paths[name]) for name in tunings}}
+    report = {"drafts": entries, "files": {name: str(path) for name, path in paths.items()}}
     print(_format_tuning(entries))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
     trees = {
