@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -52,13 +52,8 @@ _LOG = logging.getLogger(__name__)
 
 Answer = Callable[[list[int], int], tuple[str, int]]
 """(prompt, most new tokens) -> text, number of its tokens."""
-
-
-class Peer(NamedTuple):
-    """A program to compare."""
-
-    weights: str  # how it holds the model's
-    load: Callable[[], Answer]  # makes it; raises ImportError if its package is missing
+Peer = tuple[str, Callable[[], Answer]]
+"""How a program holds the weights, and what loads it; ImportError: its package is missing."""
 
 
 @dataclass
@@ -88,19 +83,17 @@ def list_peers(
     copying = drafted.with_tree(drafted.trees, lookup=default_lookup(drafted.settings.drafting))
     of_file = gguf, temperature
     peers = {
-        "autoregressive": Peer("int8", partial(our_engine, alone, temperature)),
-        DRAFT: Peer("int8", partial(our_engine, drafted, temperature)),
-        f"{DRAFT}, lookup": Peer("int8", partial(our_engine, copying, temperature)),
-        BASELINE: Peer("Q4_1", partial(llama_cpp, *of_file)),
-        "llama.cpp, n-gram": Peer("Q4_1", partial(llama_cpp, *of_file, has_ngrams=True)),
-        "OpenVINO": Peer("Q4_1", partial(openvino, *of_file, alone)),
-        "OpenVINO, prompt lookup": Peer(
-            "Q4_1", partial(openvino, *of_file, alone, has_lookup=True)
-        ),
-        "transformers": Peer("float32", partial(transformers_loop, *of_file, alone)),
+        "autoregressive": ("int8", partial(our_engine, alone, temperature)),
+        DRAFT: ("int8", partial(our_engine, drafted, temperature)),
+        f"{DRAFT}, lookup": ("int8", partial(our_engine, copying, temperature)),
+        BASELINE: ("Q4_1", partial(llama_cpp, *of_file)),
+        "llama.cpp, n-gram": ("Q4_1", partial(llama_cpp, *of_file, has_ngrams=True)),
+        "OpenVINO": ("Q4_1", partial(openvino, *of_file, alone)),
+        "OpenVINO, prompt lookup": ("Q4_1", partial(openvino, *of_file, alone, has_lookup=True)),
+        "transformers": ("float32", partial(transformers_loop, *of_file, alone)),
     }
     for name, url in servers.items():
-        peers[name] = Peer("as served", partial(served, url.rstrip("/"), temperature))
+        peers[name] = ("as served", partial(served, url.rstrip("/"), temperature))
     return peers
 
 
@@ -198,11 +191,11 @@ def _completion(prompt: list[int], num_tokens: int, temperature: float) -> dict[
 
 def _request(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=600) as reply:
             return json.load(reply)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # no server, no address, or no JSON
         raise UserError(f"{url}: {error}") from None
 
 
@@ -213,15 +206,15 @@ def _read_completion(reply: dict[str, Any]) -> tuple[str, int]:
 def load_peers(peers: Mapping[str, Peer], prompt: list[int]) -> dict[str, Loaded]:
     """Loads what is installed, asks it once, and says what is not installed."""
     loaded = {}
-    for name, peer in peers.items():
+    for name, (weights, load) in peers.items():
         initial_bytes = resident_bytes()
         try:
-            ask = peer.load()
+            ask = load()
         except ImportError as error:
             _LOG.warning("%s is left out: %s", name, error)
             continue
         ask(prompt, 8)
-        loaded[name] = Loaded(peer.weights, ask, (resident_bytes() - initial_bytes) / 1e6)
+        loaded[name] = Loaded(weights, ask, (resident_bytes() - initial_bytes) / 1e6)
     return loaded
 
 

@@ -379,8 +379,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--sizes", type=at_least(1), nargs="+", default=[1, 4, 16], help="clients at once"
     )
-    numbers = {"clients": 64, "seconds": 120, "max-new-tokens": 128, "max-length": 512}
-    add_numbers(parser, numbers | {"repeats": 3})
+    parser.add_argument("--max-new-tokens", type=at_least(8), default=128, metavar="N")
+    add_numbers(parser, {"clients": 64, "seconds": 120, "max-length": 512, "repeats": 3})
     args = parser.parse_args(arguments)
     report = measure(args)
     show_report(report, format_report(report), args.output)
