@@ -40,10 +40,7 @@ def read_settings(
     if not config.drafts:
         raise UserError("want at least one draft; give --draft NAME=DIR")
     if config.drafting == "sampled":
-        raise UserError(
-            "want texts that no draft changes; drafting=sampled keeps the target's distribution "
-            "only; choose coupled or argmax"
-        )
+        raise UserError("drafting: sampled drafts change texts; choose coupled or argmax")
     if config.methods:
         raise UserError("want drafts alone, got methods, which may change texts; leave them out")
     return config, args
