@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -37,7 +38,9 @@ from infer.bench.journal import Answer, Cell
 from infer.bench.report import show_report
 from infer.bench.statistics import compare, compare_seeds, estimate_mean
 from infer.bench.summary import make_grid
-from poss_jax.checkpoint.record import provenance
+from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.record import new_record, provenance, read_record
+from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import STRICT, TreeConfig
 from poss_jax.config.numbers import Seed
@@ -45,6 +48,7 @@ from poss_jax.config.paths import child_python
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.progress import progress_bar
+from poss_jax.model.parameters import split_items
 from poss_jax.program.arguments import at_least
 from poss_jax.program.running import Parser, run_program
 from train.loop import validation_batches
@@ -59,8 +63,9 @@ class StudyConfig:
     """One study."""
 
     start: str  # config of the run that the variants change; it names the draft they continue
-    # keys of that config that a variant changes; the first variant is the baseline. `num_seeds` is
-    # how many of the seeds a variant is trained with; it is compared with the baseline's same seeds
+    # keys of that config that a variant changes; the first variant is the baseline. The key `widen`
+    # continues a draft whose MLP is that wide (see `widen`); `num_seeds` is how many of the seeds a
+    # variant is trained with, and it is compared with the same seeds of the baseline.
     variants: dict[str, dict[str, Any]] = Field(min_length=1)
     bench: str | None = None  # config of the benchmark, without drafts; null where no tree is given
     # trees that all drafts are benchmarked with, by name; without any, drafts are compared on the
@@ -143,6 +148,8 @@ def train_all(config: StudyConfig, runs: Sequence[Run], num_jobs: int) -> None:
         for run in runs:
             train(config, run)
         return
+    for width in {variant["widen"] for variant in config.variants.values() if "widen" in variant}:
+        widen(config, width)  # once, before the runs that continue it
     with ThreadPoolExecutor(num_jobs) as pool:
         futures = [pool.submit(train, config, run, is_alone=False) for run in runs]
         try:
@@ -164,15 +171,17 @@ def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
     folder, words = folder_of(config, run), words_of(config, run)
     if (folder / "model").exists():
         settings = load_config(TrainConfig, config.start, words)
-        free = {"output"}
+        free = ["output", "init_draft"]  # of its folder, and a widened start
         if settings.num_tokens is None:
-            free |= {"num_tokens", "num_epochs"}  # as there were rows
+            free += ["num_tokens", "num_epochs"]  # as there were rows
         changed = changed_settings(saved_config(folder) or {}, settings)
         if different := [line for line in changed if line.partition(":")[0] not in free]:
             raise UserError(
                 f"{folder} holds a run with another config ({different[0]}); move it away"
             )
         return
+    if width := config.variants[run.variant].get("widen"):
+        words.append(f"init_draft={widen(config, width)}")
     share_rows(config, load_config(TrainConfig, config.start, words))
     command, environment = child_python("-m", "train.main", "--config", config.start, *words)
     if not is_alone:
@@ -196,8 +205,8 @@ def words_of(config: StudyConfig, run: Run) -> list[str]:
     """Overrides of `start` by which the training program makes a run."""
     values = {"output": str(folder_of(config, run)), "seed": run.seed}
     values |= config.variants[run.variant]
-    values.pop("num_seeds", None)
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    study_keys = "num_seeds", "widen"
+    return [f"{key}={json.dumps(value)}" for key, value in values.items() if key not in study_keys]
 
 
 def share_rows(config: StudyConfig, new: TrainConfig) -> None:
@@ -207,6 +216,38 @@ def share_rows(config: StudyConfig, new: TrainConfig) -> None:
             with claim_folder(new) as folder, suppress(OSError):  # it has rows, or no links exist
                 os.link(made, folder / made.name)
             return
+
+
+def widen(config: StudyConfig, width: int) -> Path:
+    """Copies the draft that variants continue, its MLP widened by neurons that add nothing yet.
+
+    A control: one layer with as many weights as several specialists have. The new rows of gate and
+    up are drawn, the new columns of down are zero, so that both drafts predict the same.
+
+    Returns:
+      The model folder of the copy.
+    """
+    run = load_config(TrainConfig, config.start)
+    start, target = run.init_draft, run.target
+    if start is None or target is None:
+        raise UserError(f"{config.start}: want target and init_draft, which is what is widened")
+    record, draft = load_draft(start, jnp.float32, target=read_record(target))
+    folder = Path(config.output) / f"start-{width}-{record.fingerprint[:8]}"
+    if folder.exists():
+        return folder
+    key = jax.random.key(0)
+    for layer in draft["specialists"]:
+        mlp = layer["mlp"]
+        more = width - mlp["down"]["weight"].shape[1]
+        for name in ("gate", "up"):
+            weight, key = mlp[name]["weight"], jax.random.fold_in(key, 1)
+            drawn = weight.std() * jax.random.normal(key, (more, weight.shape[1]), weight.dtype)
+            mlp[name]["weight"] = jnp.concatenate([weight, drawn])
+        mlp["down"]["weight"] = jnp.pad(mlp["down"]["weight"], ((0, 0), (0, more)))
+    wide = replace(record.draft, layer=replace(record.draft.layer, intermediate_size=width))
+    new = new_record(wide, record.target, tokenizer_from=Path(start))
+    write_model(folder, new, split_items(wide, draft), tokenizer_from=Path(start))
+    return folder
 
 
 def read_validations(config: StudyConfig, run: Run) -> list[dict[str, Any]]:

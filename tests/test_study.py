@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from made_up import answer
-from programs import DRAFT, config_file, write_config, write_lines
+from programs import DRAFT, config_file, generate, write_config, write_lines
 
 from benchmarks import study
 from benchmarks.study_report import format_row
+from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError, load_config
 from train.main import main as train_main
 
@@ -126,6 +128,24 @@ def test_a_study_goes_on_where_it_stopped(runs, tmp_path, trained, capsys, monke
     other = write_config(tmp_path, values | {"variants": VARIANTS | {"two": two}})
     with pytest.raises(UserError, match=r"two/3 holds a run with another config \(special"):
         study.main(["--config", other, "--output", output])
+
+
+@pytest.mark.slow
+def test_a_widened_draft_predicts_the_same(runs, tmp_path):
+    start = config_file(runs, tmp_path, {**DRAFT, "init_draft": runs.model("eagle")})
+    settings = {"start": start, "variants": VARIANTS, "bench": "b", "trees": {}}
+    config = study.StudyConfig(**settings, output=str(tmp_path / "runs"))
+    folder = study.widen(config, 80)
+    record, wide = load_draft(folder, target=read_record(runs.model("target")))
+    assert record.draft.layer.intermediate_size == 80
+    assert wide["specialists"][0]["mlp"]["up"]["weight"].shape == (80, 32)
+    arguments = [tmp_path, "--prompt", "def area_7", "--tree-depth", "2"]
+    narrow, widened = (
+        generate(runs.model("target"), draft, *arguments)
+        for draft in (runs.model("eagle"), str(folder))
+    )
+    assert narrow == widened  # rounds, too
+    assert study.widen(config, 80) == folder
 
 
 @pytest.mark.parametrize(
