@@ -20,10 +20,9 @@ from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import MeshConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import OF_OUTPUT
-from poss_jax.engine.batch import FixedBatch
+from poss_jax.engine.batch import FixedBatch, score_prompt
 from poss_jax.engine.device import least_bytes
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
-from poss_jax.engine.scoring import score_prompt
 from poss_jax.engine.trees import fit_tree
 from poss_jax.model.documents import encode
 from poss_jax.model.sharding import bytes_per_device

@@ -16,13 +16,12 @@ from benchmarks.options import read_schemas
 from poss_jax import Engine, Generation, SamplingConfig, Scheduler, Slots, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, Drafting
 from poss_jax.engine import batch, leader
-from poss_jax.engine.batch import Batch, no_masks
+from poss_jax.engine.batch import Batch, no_masks, score_prompt
 from poss_jax.engine.grammar import Grammar, GrammarCompiler
 from poss_jax.engine.grammar_trials import LIMITS
 from poss_jax.engine.guides import GrammarState, Walk
 from poss_jax.engine.leader import follow
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.scoring import score_prompt
 
 LEAST_ROWS = 128
 EOS, VOCAB = 1, len(BYTE_LEVEL)

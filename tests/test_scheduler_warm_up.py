@@ -14,10 +14,9 @@ from test_scheduler import SETTINGS, alone, draw_engine, make_slots
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.answers import Generation
-from poss_jax.engine.batch import RoundKind
+from poss_jax.engine.batch import RoundKind, score_prompt
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, Scheduler
-from poss_jax.engine.scoring import score_prompt
 from poss_jax.engine.slots import Slots
 from poss_jax.engine.streams import Ticket
 from poss_jax.engine.warm_up import WarmUp, _Task

@@ -20,11 +20,11 @@ from poss_jax import Engine, SamplingConfig, UserError
 from poss_jax.config.decoding import EngineConfig, ServeConfig
 from poss_jax.config.models import MeshConfig
 from poss_jax.engine import leader
+from poss_jax.engine.batch import score_prompt
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.leader import Leader, follow
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Scheduler
-from poss_jax.engine.scoring import score_prompt
 from poss_jax.engine.slots import Slots
 from poss_jax.program.running import UNEXPECTED
 

@@ -12,8 +12,9 @@ The draft knows what a grammar allows after the root; `guides.Walk` mends the de
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,13 +25,14 @@ from poss_jax.config.models import TreeConfig
 from poss_jax.decode.rejection import DrawnTree
 from poss_jax.decode.sampling import OF_OUTPUT
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
+from poss_jax.decode.verify import Logprobs
 from poss_jax.engine import steps
-from poss_jax.engine.answers import Generation
+from poss_jax.engine.answers import Generation, TokenLogprobs
 from poss_jax.engine.device import check_memory
 from poss_jax.engine.guides import GrammarState, Walk
 from poss_jax.engine.models import Models
 from poss_jax.engine.prompts import PreparedPrompt, lay_out
-from poss_jax.engine.rounds import PackedRounds, read_output
+from poss_jax.engine.rounds import PackedRounds, read_output, read_scores
 from poss_jax.engine.steps import Drafted, Plan
 from poss_jax.engine.trees import tree_for
 from poss_jax.shapes import Array
@@ -171,10 +173,9 @@ class FixedBatch(Batch):
         self.kind = RoundKind(tree, is_sampled=self.request.sampling is not None)
 
     def start(self, masks: np.ndarray | None = None) -> PackedRounds:
-        """Prefills the prompts and chooses their first tokens; returns before this is done.
+        """Prefills the prompts and chooses their first tokens, which `masks` may limit.
 
-        Args:
-          masks: tokens that may be chosen (see `masks`); None: any.
+        Returns before this is done.
         """
         # However tokens are chosen, the same programs do the prefill.
         config = self.config._replace(drafting="coupled")
@@ -232,3 +233,49 @@ def _read(numbers: Array) -> np.ndarray:
 def no_masks(vocab_size: int, *shape: int) -> np.ndarray:
     """Masks that allow all tokens (see `sampling.unpack`), [*shape words] uint32."""
     return np.full((*shape, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scores: log-probabilities of the tokens of a prompt, under the target alone
+
+
+def score_chunks(
+    weights: Weights, config: StaticShape, ids: Sequence[int], *, batch_size: int = 1
+) -> Iterator[Logprobs]:
+    """Scores a prompt chunk by chunk, each when it is asked for (see `steps.score`).
+
+    Args:
+      config: without a draft; its `num_logprobs` are listed per token.
+      batch_size: sequences that the devices take; all get this prompt.
+    """
+    prompts = [PreparedPrompt(list(ids), 1)] * batch_size
+    host = lay_out(prompts, [[]] * batch_size, num_tokens=config.rows)
+    request, num_chunks = steps.put(weights, config, host), -(-(len(ids) - 1) // config.chunk)
+    prefill = steps.begin(weights, config, request) if num_chunks else None
+    for index in range(num_chunks):
+        prefill, scores = steps.score(weights, config, request, prefill, np.int32(index))
+        if index + 1 == num_chunks:
+            prefill = None  # frees the cache
+        yield scores
+
+
+def score_prompt(
+    engine: Models, ids: Sequence[int], *, num_logprobs: int = 1, max_length: int | None = None
+) -> list[TokenLogprobs]:
+    """Scores every token of a prompt but the first, as answers' tokens are scored.
+
+    Args:
+      ids: token ids that `Engine.prepare` accepts.
+      num_logprobs: most likely tokens to list at each position, at least 1.
+      max_length: longest prompt, which one program then serves; None: this one's.
+
+    Raises:
+      UserError: more than the memory can hold.
+    """
+    weights = engine.weights
+    config = engine.config_with(None, max_length or len(ids) + 1, engine.max_length)
+    config = config._replace(num_logprobs=num_logprobs)
+    batch_size = engine.mesh.shape["data"] if engine.mesh else 1
+    check_memory(weights, config, batch_size=batch_size)
+    chunks = score_chunks(weights, config, ids, batch_size=batch_size)
+    return read_scores(partial(next, chunks), len(ids))

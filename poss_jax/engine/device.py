@@ -1,6 +1,5 @@
 """Defaults and limits of the device: its dtype, the sizes of its arrays, its memory."""
 
-import logging
 import math
 import os
 from typing import Any
@@ -19,7 +18,6 @@ from poss_jax.model.quantise import weight_path
 from poss_jax.model.sharding import bytes_per_device, dividing_axes
 from poss_jax.model.target import compute_dtype
 
-_LOG = logging.getLogger(__package__)
 _LEAST_ROWS = 128
 
 CPU_CHUNKS, ACCELERATOR_CHUNKS = (64, 32), (512, 64)
@@ -47,14 +45,9 @@ def wants_sums() -> bool:
 
 
 def with_rows(config: StaticShape, length: int, *, max_length: int) -> StaticShape:
-    """Sets the number of rows: length plus margin, rounded up to a power of two, capped.
+    """Sets the number of rows: `length` plus margin, rounded up to a power of two, capped.
 
-    Rounding lets a handful of programs serve all lengths.
-
-    Args:
-      config: static settings of decoding; its `rows` are replaced.
-      length: most tokens of prompt and answer together.
-      max_length: longest sequence the engine accepts; caps the rows.
+    Rounding lets a handful of programs serve all lengths; no sequence exceeds `max_length`.
     """
     rows = max(_LEAST_ROWS, config.chunk, 1 << (length - 1).bit_length())
     rows = min(rows, _round_up(max_length, config.chunk)) + _round_up(config.margin, 128)
@@ -63,20 +56,6 @@ def with_rows(config: StaticShape, length: int, *, max_length: int) -> StaticSha
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
-
-
-def check_length(max_length: int | None, max_supported: int) -> int:
-    """Returns the most tokens of prompt and answer together, and warns if the target has fewer."""
-    if max_length is None:
-        return max_supported
-    if max_length < 2:
-        raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {max_length}")
-    if max_length > max_supported:
-        made_for = f"the {max_supported} tokens that the target was made for"
-        _LOG.warning(
-            "max_length %d is more than %s; later tokens may be nonsense", max_length, made_for
-        )
-    return max_length
 
 
 def device_memory() -> int | None:

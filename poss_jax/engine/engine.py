@@ -176,12 +176,7 @@ class Engine(Models):
     def decode(
         self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1, stop: Sequence[str] = ()
     ) -> list[Generation]:
-        """Answers prepared prompts, `batch_size` of them together.
-
-        Args:
-          prompts: made by `prepare`.
-          batch_size: number of prompts decoded together.
-          stop: strings that `check_stop` accepts.
+        """Answers prepared prompts, `batch_size` together; `check_stop` has accepted `stop`.
 
         Raises:
           UserError: more than the memory can hold, or a grammar has become too complex.

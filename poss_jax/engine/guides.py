@@ -55,6 +55,7 @@ class GrammarState:
         self._matcher.rollback(num_tokens)
 
     def ends_with(self, token: int) -> bool:
+        """True if a token ends the answer."""
         return token in self._stop_ids
 
 

@@ -20,7 +20,7 @@ import jax
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation, Round
 from poss_jax.engine.batch import FixedBatch, run_guided_round
-from poss_jax.engine.rounds import MOST_ROUNDS, Pace, PackedRounds, count_rounds, read_rounds
+from poss_jax.engine.rounds import MOST_ROUNDS, Pace, PackedRounds, read_rounds
 from poss_jax.engine.streams import Stats, Ticket
 
 _SHRINK_AFTER = 16  # steps for which a batch stays larger than its requests need
@@ -111,8 +111,7 @@ class Loop:
     def turn(self, *, admits: bool = True) -> None:
         """Prefills parts of prompts, starts a step of rounds, and delivers the step before.
 
-        Args:
-          admits: whether waiting requests may begin; a prefill under way continues.
+        Unless it `admits` waiting requests, only a prefill under way continues.
         """
         # Prefill delays the requests being decoded; a round delays those that could start.
         num_active = len(self._active)
@@ -133,7 +132,7 @@ class Loop:
         masks = self.slots.masks(guides, self.slots.size) if guides else None
         self.stats.prompt_tokens += sum(len(prompt.ids) for prompt in prompts)
         self._active = dict(enumerate(tickets))
-        self._expect(self.slots.start(masks), dict(self._active))
+        self._under_way.append((self.slots.start(masks), dict(self._active), time.monotonic()))
         return tickets
 
     def finish_steps(self, *, but_last: bool = False) -> None:
@@ -141,7 +140,7 @@ class Loop:
         while len(self._under_way) > (1 if but_last and self._active else 0):
             rounds, active, begun = self._under_way.pop(0)
             slots = read_rounds(rounds)
-            num_rounds = count_rounds(slots)
+            num_rounds = max(sum(new.num_accepted is not None for new in row) for row in slots)
             self.stats.rounds += num_rounds
             self._pace.record(num_rounds, begun)
             for slot, ticket in active.items():
@@ -186,7 +185,7 @@ class Loop:
             with self._lock:
                 self._prefilling, self._active[slot] = None, ticket
             masks = ticket.prompt.guide and self.slots.masks({0: ticket.prompt.guide}, 1)
-            self._expect(self.slots.insert(slot, masks), {0: ticket})
+            self._under_way.append((self.slots.insert(slot, masks), {0: ticket}, time.monotonic()))
 
     def _ensure_free_slot(self, following: Ticket) -> bool:
         """Grows the batch if it is full and can grow; True if there is a free slot."""
@@ -231,7 +230,7 @@ class Loop:
         else:
             num_rounds = self._num_rounds or self._choose_num_rounds(len(active))
             rounds = self.slots.run(kind, tuple(active), num_rounds)
-        self._expect(rounds, active)
+        self._under_way.append((rounds, active, time.monotonic()))
 
     def _choose_num_rounds(self, num_active: int) -> int:
         """Rounds of the next step; few if a request waits for it, or may come."""
@@ -239,9 +238,6 @@ class Loop:
             return 1
         is_full = num_active == self.slots.size
         return self._pace.num_rounds if is_full else max(self._pace.num_rounds // 4, 1)
-
-    def _expect(self, rounds: PackedRounds, active: dict[int, Ticket]) -> None:
-        self._under_way.append((rounds, active, time.monotonic()))
 
     def _deliver(self, ticket: Ticket, rounds: Sequence[Round]) -> None:
         """Adds rounds to an answer."""
@@ -292,7 +288,7 @@ def answer_batch(batch: FixedBatch, stop: Sequence[str] = ()) -> list[Generation
     tickets = loop.start(stop)
     while not loop.is_idle:
         loop.turn()
-    return [ticket.read_answer() for ticket in tickets]
+    return [chunk.answer for ticket in tickets for chunk in ticket if chunk.answer]
 
 
 def stream_batch(batch: FixedBatch, stop: Sequence[str] = ()) -> Iterator[Chunk]:

@@ -3,6 +3,7 @@
 A draft borrows the embedding and the head of its target (`join_weights`).
 """
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -25,7 +26,6 @@ from poss_jax.data.tokenizer import load_tokenizer, special_ids
 from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.engine.answers import LiveAnswer
 from poss_jax.engine.device import (
-    check_length,
     check_weights,
     default_dtype,
     prefill_chunks,
@@ -47,6 +47,8 @@ from poss_jax.model.sharding import decoding_mesh
 from poss_jax.model.specialists import borrow_from_target, fuse_draft
 from poss_jax.model.target import compute_dtype, fuse_target
 from poss_jax.shapes import Params
+
+_LOG = logging.getLogger(__package__)
 
 ModelsT = TypeVar("ModelsT", bound="Models")
 
@@ -100,7 +102,14 @@ class Models:
         eos = [] if tokenizer is None else special_ids(tokenizer, "eos")
         self.stop_ids = sorted({*self.target_config.eos_token_ids, *eos})
         limit = self.target_config.max_position_embeddings
-        self.max_length = check_length(settings.max_length, limit)
+        self.max_length = length = limit if settings.max_length is None else settings.max_length
+        if length < 2:
+            raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {length}")
+        if length > limit:
+            made_for = f"the {limit} tokens that the target was made for"
+            _LOG.warning(
+                "max_length %d is more than %s; later text may be nonsense", length, made_for
+            )
         self.recommended = SamplingConfig()
 
     @property
@@ -169,10 +178,9 @@ class Models:
     def with_draft(
         self: ModelsT, record: ModelRecord, params: Params, *, tuned: Trees | None = None
     ) -> ModelsT:
-        """Returns one of the same target with a draft; shares the target's weights.
+        """Returns one of the same target, whose weights it shares, with a draft.
 
-        Args:
-          tuned: trees tuned for it, used unless this engine was given others.
+        Trees `tuned` for the draft are used unless this engine was given others.
         """
         engine = copy(self)
         engine.draft_config = record.draft

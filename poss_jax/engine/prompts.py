@@ -58,9 +58,7 @@ class PreparedPrompt(NamedTuple):
     # count them, and stop strings may begin in them.
     num_continued: int = 0
     is_chat: bool = False  # the answer is a new message, decoded alone, else as a continuation
-    shown_ids: Sequence[
-        int
-    ] = ()  # special tokens whose names belong to the text, as marks of calls
+    shown_ids: Sequence[int] = ()  # special tokens whose names are text, such as marks of calls
     guide: GrammarState | None = None  # what the answer must match; None: anything
     drafts: bool = True  # False decodes it without drafts and copies
     lookup: bool = True  # False decodes it without copies

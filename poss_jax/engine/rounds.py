@@ -1,7 +1,7 @@
 """Rounds: how the new tokens of a step reach the host, and how many rounds a step has."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,60 +76,50 @@ def read_rounds(rounds: PackedRounds) -> list[list[Round]]:
     numbers, logprobs = jax.device_get((rounds.numbers, rounds.logprobs and vars(rounds.logprobs)))
     columns = np.split(numbers, np.cumsum([3, *[rounds.num_rounds] * len(_RECORDS)]), axis=1)
     rows: Any = zip(*(column.tolist() for column in columns), strict=True)
-    return [
-        list(_read_sequence(*row, logprobs=logprobs, index=index)) for index, row in enumerate(rows)
-    ]
-
-
-def read_output(output: Output) -> list[list[Round]]:
-    """Brings all rounds of every sequence to the host; the first token is a round by itself."""
-    fields = jax.device_get(vars(output.replace(logprobs=None)))
-    names = ("num_tokens", "num_rounds", "is_done", *_RECORDS)
     sequences = list[list[Round]]()
-    rows: Any = zip(*(fields[name].tolist() for name in (*names, "tokens")), strict=True)
-    for num_tokens, num_rounds, is_done, *records, (first, *tokens) in rows:
-        begun = Round([first], is_done=is_done and num_tokens == 1)
-        counts = [num_tokens - 1, num_rounds, is_done]
-        sequences.append([begun, *_read_sequence(counts, *records, tokens)])
+    for index, ((num_tokens, num_rounds, is_done), *records, tokens) in enumerate(rows):
+        sequence, first = list[Round](), 0
+        # A round has one token more than it accepted, unless it is the sequence's last.
+        for turn in range(num_rounds or num_tokens):
+            is_last = turn + 1 >= num_rounds
+            record = dict(zip(_RECORDS, (row[turn] for row in records), strict=True))
+            end = num_tokens if is_last else first + record["num_accepted"] + 1
+            new, first = slice(first, end), end
+            sequence.append(
+                Round(
+                    tokens=tokens[new],
+                    is_done=is_last and bool(is_done),
+                    logprobs=_read_logprobs(logprobs, index, new) if logprobs else (),
+                    **(record if num_rounds else {}),
+                )
+            )
+        sequences.append(sequence)
     return sequences
 
 
-def _read_sequence(
-    counts: list[int],
-    *columns: list[int],
-    logprobs: dict[str, np.ndarray] | None = None,
-    index: int = 0,
-) -> Iterator[Round]:
-    """The rounds of a sequence; each has one token more than it accepted, unless it is the last."""
-    num_tokens, num_rounds, is_done = counts
-    *records, tokens = columns
-    first = 0
-    for turn in range(num_rounds if num_rounds else num_tokens):
-        is_last = turn + 1 >= num_rounds
-        record = dict(zip(_RECORDS, (row[turn] for row in records), strict=True))
-        end = num_tokens if is_last else first + record["num_accepted"] + 1
-        new, first = slice(first, end), end
-        yield Round(
-            tokens=tokens[new],
-            is_done=is_last and bool(is_done),
-            logprobs=_read_logprobs(logprobs, index, new) if logprobs else (),
-            **(record if num_rounds else {}),
-        )
+def read_output(output: Output) -> list[list[Round]]:
+    """Brings all rounds of ended sequences to the host; the first token is a round by itself."""
+    counts = output.num_tokens - 1, output.num_rounds, output.is_done
+    records = [getattr(output, name) for name in _RECORDS]
+    later = read_rounds(_pack(counts, records, output.tokens[:, 1:], None))
+    firsts = output.tokens[:, :1].tolist()
+    return [
+        [Round(first, is_done=not rounds), *rounds]
+        for first, rounds in zip(firsts, later, strict=True)
+    ]
 
 
-def read_scores(logprobs: Logprobs, count: int) -> list[TokenLogprobs]:
-    """Brings the first log-probabilities of the first sequence to the host."""
-    return _read_logprobs(jax.device_get(vars(logprobs)), 0, slice(0, count))
+def read_scores(score_next: Callable[[], Logprobs], num_tokens: int) -> list[TokenLogprobs]:
+    """Brings the scores of a prompt, the first sequence, to the host, chunk by chunk."""
+    scores = list[TokenLogprobs]()
+    while (num_left := num_tokens - 1 - len(scores)) > 0:
+        scores += _read_logprobs(jax.device_get(vars(score_next())), 0, slice(0, num_left))
+    return scores
 
 
 def _read_logprobs(host: dict[str, np.ndarray], index: int, new: slice) -> list[TokenLogprobs]:
     columns = (host[name][index, new].tolist() for name in ("chosen", "ids", "top"))
     return [TokenLogprobs(*values) for values in zip(*columns, strict=True)]
-
-
-def count_rounds(active: Sequence[Sequence[Round]]) -> int:
-    """Rounds of a step, given what `read_rounds` returns."""
-    return max(sum(new.num_accepted is not None for new in rounds) for rounds in active)
 
 
 class Pace:

@@ -41,7 +41,7 @@ from poss_jax.engine.answers import TokenLogprobs
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.loop import Loop
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.scoring import read_all_scores
+from poss_jax.engine.rounds import read_scores
 from poss_jax.engine.slots import Slots
 from poss_jax.engine.streams import Ticket
 from poss_jax.engine.warm_up import WarmUp
@@ -190,12 +190,9 @@ class Scheduler:
             raise Closed("compiling failed") from error
 
     def update_weights(self, params: Params) -> None:
-        """Replaces the target's parameters, once all running requests have ended.
+        """Replaces the target's parameters, as `Engine.update_weights`, after all running requests.
 
         Requests in the queue get the new ones.
-
-        Args:
-          params: as for `Engine.update_weights`.
 
         Raises:
           UserError: what `Engine.update_weights` refuses; the update failed, for example for lack
@@ -210,16 +207,12 @@ class Scheduler:
             self._call(partial(self._slots.update_weights, params), alone=True)
 
     def score(self, ids: Sequence[int]) -> list[TokenLogprobs]:
-        """Scores every token of a prompt but the first (see `score_prompt`), between rounds.
-
-        Args:
-          ids: token ids that `Engine.prepare` accepts, at most `max_length`.
-        """
+        """Scores a prompt of at most `max_length` tokens between rounds (see `score_prompt`)."""
         with self._scoring:
             if self._steps is self._slots:
                 self._slots.compile_scoring()  # here, so that decoding need not wait
             self._call(partial(self._steps.begin_scores, ids))
-            return read_all_scores(partial(self._call, self._steps.score_next), len(ids))
+            return read_scores(partial(self._call, self._steps.score_next), len(ids))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no more requests and waits for the rest; False if time ran out or it failed."""

@@ -29,7 +29,7 @@ from poss_jax.config.reading import UserError, one_line
 from poss_jax.decode.state import Request, StaticShape, Weights
 from poss_jax.decode.verify import Logprobs
 from poss_jax.engine import steps
-from poss_jax.engine.batch import Batch, RoundKind
+from poss_jax.engine.batch import Batch, RoundKind, score_chunks
 from poss_jax.engine.device import (
     cache_bytes,
     check_memory,
@@ -46,7 +46,6 @@ from poss_jax.engine.prompts import (
     lay_out,
 )
 from poss_jax.engine.rounds import PackedRounds
-from poss_jax.engine.scoring import score_chunks
 from poss_jax.engine.steps import Block
 from poss_jax.engine.trees import cover_trees, tree_for
 from poss_jax.model.target import Prefill
@@ -100,7 +99,7 @@ class Slots(Batch):
                 f"mesh.data {engine.mesh.shape['data']}: a server takes one group of devices; put "
                 "all of them in mesh.tensor, and run a server per group"
             )
-        self.sizes, self.size = tuple(sorted(sizes)), 0
+        self.sizes, self.size = tuple(sorted(sizes)), min(sizes)
         self.max_length = min(max_length or engine.max_length, engine.max_length)
         self.engine, self.weights, self.max_logprobs = engine, engine.weights, max_logprobs
         self._trees = [tree_for(engine.trees, n) for n in range(1, self.sizes[-1] + 1)]
@@ -126,9 +125,8 @@ class Slots(Batch):
         scoring = engine.config_with(None, self.max_length, engine.max_length)
         self._scoring_config = scoring._replace(num_logprobs=max_logprobs)
         request = self._put(PreparedPrompt([0], 1))
-        slots = np.arange(self.sizes[0], dtype=np.int32)
+        slots = np.arange(self.size, dtype=np.int32)
         self.request, self.state = steps.allocate(self.weights, self.config, request, slots)
-        self.size = self.sizes[0]
 
     def check(self, prompt: PreparedPrompt) -> None:
         """Refuses a prompt that exceeds a slot's capacity.
@@ -252,11 +250,7 @@ class Slots(Batch):
         self.prefixes.keep(names, range(first, min(last, len(names))), cut)
 
     def insert(self, slot: int, masks: np.ndarray | None = None) -> PackedRounds:
-        """Chooses the first new token and gives the request a slot.
-
-        Args:
-          masks: tokens that may be chosen (see `masks`); None: any.
-        """
+        """Chooses the first new token, which `masks` may limit, and gives the request a slot."""
         assert self._prefilling is not None, "want begin first"
         _, request, prefill, _ = self._prefilling
         self._prefilling, self._last_prefill = None, self._prefilling
@@ -285,12 +279,7 @@ class Slots(Batch):
         return next(self._scores)
 
     def resize(self, size: int, order: Sequence[int]) -> None:
-        """Moves slots into a batch of another size.
-
-        Args:
-          size: one of `sizes`.
-          order: slots that are kept, in their new order.
-        """
+        """Moves slots into a batch of another size; `order` lists those kept, in their new order."""
         index = np.zeros(size, np.int32)
         index[: len(order)] = order
         is_kept = np.arange(size) < len(order)
@@ -364,12 +353,7 @@ class Prefixes:
         return [self._blocks[name] for name in takewhile(self._blocks.__contains__, names)]
 
     def keep(self, names: Sequence[bytes], new: range, cut: Callable[[int], Block]) -> None:
-        """Keeps new blocks of a prompt, as long as blocks of other prompts can be dropped.
-
-        Args:
-          names: names of all blocks of the prompt.
-          new: indices of the new ones.
-        """
+        """Keeps the `new` blocks of a prompt, as long as those of other prompts can be dropped."""
         for index in new:
             if names[index] in self._blocks:
                 continue

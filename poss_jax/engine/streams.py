@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from poss_jax.engine.answers import Chunk, Generation, LiveAnswer
+from poss_jax.engine.answers import Chunk, LiveAnswer
 from poss_jax.engine.prompts import PreparedPrompt
 
 _LOG = logging.getLogger(__package__)
@@ -55,12 +55,6 @@ class Ticket:
             if isinstance(chunk, Exception):
                 raise chunk
             yield chunk
-
-    def read_answer(self) -> Generation:
-        """Waits for the whole answer."""
-        *_, last = self
-        assert last.answer is not None
-        return last.answer
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         async for item in merge([self]):

@@ -39,11 +39,7 @@ class WarmUp:
     """A list of what is compiled and what is to come; iterating over it compiles, task by task."""
 
     def __init__(self, slots: Slots | Leader) -> None:
-        """Compiles nothing yet.
-
-        Args:
-          slots: `Slots.shapes` of others; or slots to run every step on, or their `Leader`.
-        """
+        """Compiles nothing yet; steps run, too, unless `slots` are the `Slots.shapes` of others."""
         # Batch sizes that are compiled, ascending; slots can be decoded once there is one.
         self.sizes: tuple[int, ...] = ()
         self.guided_sizes: tuple[int, ...] = ()  # those whose rounds with grammars are compiled
