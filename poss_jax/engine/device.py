@@ -76,9 +76,6 @@ def check_weights(
     Args:
       dtype: dtype of all that is not quantised.
       quantise: type to round its matrices to.
-
-    Raises:
-      UserError: the weights exceed the memory.
     """
     kind = quantise or record.quantised
     per_output = 8 if kind == "int8" and wants_sums() else 4  # the scale, and the sum
@@ -99,11 +96,7 @@ def check_weights(
 
 
 def check_memory(weights: Weights, config: StaticShape, *, batch_size: int) -> None:
-    """Refuses a batch that cannot fit in memory.
-
-    Raises:
-      UserError: the weights, the caches and one round's logits alone exceed the memory.
-    """
+    """Refuses a batch whose weights, caches and logits of a round alone exceed the memory."""
     needed = least_bytes(weights, config, batch_size=batch_size)
     available = device_memory()
     if available is not None and needed > available:

@@ -140,11 +140,7 @@ def read_prompts(path: AnyPath) -> list[dict[str, Any]]:
 
 
 def check_record(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns a record that holds exactly one of `PROMPT_KEYS`.
-
-    Raises:
-      UserError: it holds none or several, an empty prompt, or one of a wrong type.
-    """
+    """Returns a record; refuses one without exactly one valid prompt, of `PROMPT_KEYS`."""
     keys = [key for key in PROMPT_KEYS if key in record]
     if len(keys) != 1 or not _is_prompt(keys[0], record[keys[0]]):
         kinds = ", ".join(f"{key} ({kind})" for key, kind in PROMPT_KEYS.items())
@@ -160,9 +156,6 @@ def read_dialogues(
 
     A record's own `sampling` wins over the run's. A record without a seed gets one from the run's
     seed and its place.
-
-    Raises:
-      UserError: invalid settings.
     """
     dialogues = []
     for index, record in enumerate(records):
@@ -182,11 +175,7 @@ def read_dialogues(
 
 
 def check_dialogues(engine: Engine, dialogues: Sequence[Dialogue]) -> None:
-    """Refuses dialogues that must fail, before anything is decoded.
-
-    Raises:
-      UserError: see `Dialogue.check`; the message names the prompt.
-    """
+    """Refuses dialogues that must fail, before anything is decoded; names the prompt."""
     for number, dialogue in enumerate(dialogues, start=1):
         try:
             dialogue.check(engine)

@@ -213,11 +213,7 @@ class _Trials:
         atexit.register(self.close)
 
     def run(self, grammar: Grammar, seconds: float) -> Trial:
-        """Tries a grammar for some CPU seconds; once more if the process is killed meanwhile.
-
-        Raises:
-          UserError: it was killed twice.
-        """
+        """Tries a grammar for some CPU seconds; once more if the process is killed meanwhile."""
         for _ in range(2):
             with suppress(OSError):
                 process = self._process or self._start()

@@ -79,14 +79,10 @@ class Walk:
         self._until = math.inf
 
     def mend(self, *, depth: int, seconds: float = math.inf) -> None:
-        """Fills the masks, and replaces forbidden nodes by certain ones.
+        """Fills the masks, and replaces forbidden nodes by certain ones, in paths of up to `depth`.
 
         A forbidden node becomes its own parent, so that no path reaches it; so do those for which
-        there is no time. A token is certain if it is the only one allowed.
-
-        Args:
-          depth: longest path the tree may have.
-          seconds: time there is.
+        `seconds` do not suffice. A token is certain if it is the only one allowed.
         """
         self._until = time.monotonic() + seconds
         children: list[list[int]] = [[] for _ in self._tokens]

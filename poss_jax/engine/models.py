@@ -106,10 +106,8 @@ class Models:
         if length < 2:
             raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {length}")
         if length > limit:
-            made_for = f"the {limit} tokens that the target was made for"
-            _LOG.warning(
-                "max_length %d is more than %s; later text may be nonsense", length, made_for
-            )
+            got = f"{length} is more than the {limit} tokens that the target was made for"
+            _LOG.warning("max_length %s; later text may be nonsense", got)
         self.recommended = SamplingConfig()
 
     @property

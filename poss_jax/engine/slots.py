@@ -279,7 +279,7 @@ class Slots(Batch):
         return next(self._scores)
 
     def resize(self, size: int, order: Sequence[int]) -> None:
-        """Moves slots into a batch of another size; `order` lists those kept, in their new order."""
+        """Moves slots into a batch of another size, those of `order` in this order."""
         index = np.zeros(size, np.int32)
         index[: len(order)] = order
         is_kept = np.arange(size) < len(order)
@@ -289,13 +289,9 @@ class Slots(Batch):
         self.size = size
 
     def update_weights(self, params: Params) -> None:
-        """Replaces the target's parameters.
-
-        Raises:
-          UserError: the update failed; the old parameters and all requests stay.
-        """
+        """Replaces the target's parameters; if that fails, the old ones and all requests stay."""
         self._last_prefill = None  # computed with the old parameters
-        self.prefixes.clear()
+        self.prefixes = Prefixes(self.prefixes.most, self.prefixes.most_bytes)
         try:
             self.engine.update_weights(params)
         except UserError:
@@ -371,20 +367,11 @@ class Prefixes:
             if name in self._blocks:
                 self._blocks.move_to_end(name)
 
-    def clear(self) -> None:
-        """Forgets all blocks."""
-        self._blocks.clear()
-
 
 def make_prefixes(
     weights: Weights, config: StaticShape, most_bytes: int, *, batch_size: int
 ) -> Prefixes:
-    """Makes a prefix cache, which takes at most half the memory that is left.
-
-    Args:
-      most_bytes: most bytes per device.
-      batch_size: sequences whose caches are held besides.
-    """
+    """Makes a prefix cache; takes at most half the memory beside `batch_size` sequences."""
     if (available := device_memory()) is not None:
         free = available - least_bytes(weights, config, batch_size=batch_size)
         most_bytes = max(min(most_bytes, free // 2), 0)

@@ -175,15 +175,10 @@ def _choose_first(
     config: StaticShape,
     request: Request,
     caches: tuple[KVCache, KVCache | None],
-    last: tuple[Array, Array],
+    last: tuple[Array, Array],  # hidden, features
     allowed: UInt[Array, "B words"] | None = None,
 ) -> tuple[DecodeState, PackedRounds]:
-    """Chooses the first token of prefilled prompts.
-
-    Args:
-      caches: `cache` and `carry` of the prefill; donated.
-      last: its `hidden` and `features`.
-    """
+    """Chooses the first token of prefilled prompts; their caches are donated."""
     prefill = Prefill(caches[0], *last, caches[1])
     out = targets.end_prefill(weights.target, prefill, request.lengths)
     state = speculate.first_state(weights, config, request, out, allowed)
