@@ -247,6 +247,7 @@ class Models:
             return copies.get(id(leaf), leaf)
 
         fused = fuse(params, config, self.mesh, partial(jax.tree.map, copy_array))
+        copies.clear()  # frees what was fused
         # Compiled programs are bound to the arrays' placement.
         target = jax.tree.map(lambda leaf, old: jax.device_put(leaf, old.sharding), fused, old)
         self.weights = join_weights(target, self._own_draft, self.mesh)
