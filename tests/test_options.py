@@ -59,6 +59,7 @@ def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path):
         ("--tree 0/1/2", "--tree: depth: Input should be greater than 0, got 0"),
         ("--tree chain:1001", "--tree: depth: Input should be less than or equal to 1000, got"),
         (f"--tree chain:{'9' * 5000}", "'chain:99999"),
+        ("--tree 40/1/5", "--tree: want total_tokens above depth, for a node per level, got"),
         ("--tree none --tree-depth 2", "want it alone, got a tree, too; leave out one of them"),
         ("--tree 2/2/4 --trees file", "--trees: want it alone, got a tree, too"),
     ],

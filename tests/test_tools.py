@@ -158,6 +158,18 @@ def test_any_answer_reads_the_same_in_any_parts(form: str, pieces: list[str], cu
         assert "".join(shown) == answer
 
 
+def test_no_letter_is_scanned_again() -> None:
+    """Scanning goes on where it stands, in a long string and outside one."""
+    arguments = {"city": 'Lis"bon\n</tool_call>' * 200, "days": [*range(200)]}
+    answer = HERMES(json.dumps({"name": "weather", "arguments": arguments}))
+    reader = CallReader(caller("hermes"))
+    for begin in range(0, len(answer), 4):
+        reader.push(answer[begin : begin + 4], is_last=False)
+        assert len(reader._held) - reader._num_scanned < len("</tool_call>")
+    (made,) = reader.calls
+    assert json.loads(made["function"]["arguments"]) == arguments
+
+
 @pytest.mark.parametrize(
     "inside",
     [

@@ -173,6 +173,12 @@ class DecodingConfig(EngineConfig):
     tree: TreeConfig | None = None
     mesh: MeshConfig | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree is not None and self.tree.depth >= self.tree.total_tokens:
+            got = f"got depth/top_k/total_tokens {self.tree.name}"
+            raise ValueError(f"tree: want total_tokens above depth, for a node per level, {got}")
+
     def for_engine(self, **changes: Any) -> EngineConfig:
         """Returns the settings that an engine takes, some changed."""
         values = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}

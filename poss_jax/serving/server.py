@@ -93,7 +93,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(
             address, family=family, backlog=_BACKLOG, dualstack_ipv6=has_both
         )
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:  # no such name; no IPv6
         raise UserError(
             f"host {host}, port {port}: {error}; choose others with --host and --port"
         ) from error

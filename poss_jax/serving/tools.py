@@ -148,9 +148,9 @@ class CallReader:
         self._opening: str | None = None  # mark of the call that is held; None: text is held
         self._blanks = ""  # behind the text so far
         self._follows_call = False
-        letters, end = r'[^"\\\n]|\\.', re.escape(self._form.end)
-        call = rf'(?:"(?:{letters})*+["\n]|(?!{end})[^"])*+(?={end})'
-        self._call = re.compile(call, re.DOTALL)
+        self._num_scanned = 0  # letters of that call that are not looked at again
+        self._is_in_string = False  # whether they end within one of its strings
+        self._edge = re.compile(rf'\\?["\n]|\\\\|{re.escape(self._form.end)}')
 
     def push(self, text: str, *, is_last: bool) -> list[str | Call]:
         """Adds to the answer; returns the texts and calls that are certain now, in their order.
@@ -188,11 +188,10 @@ class CallReader:
                 yield self._take_text(is_last=is_last)
             if self._opening is None:
                 return
-            has_end = self._form.end and self._form.end in self._held  # if only in a string
-            match = self._call.match(self._held) if has_end else None
-            if match is None and not is_last:
+            end = self._find_end() if self._form.end else None
+            if end is None and not is_last:
                 return
-            yield from self._take_calls(match and match.end())
+            yield from self._take_calls(end)
 
     def _take_text(self, *, is_last: bool) -> str:
         """Takes text; the mark behind it, if there is one, begins a call."""
@@ -211,6 +210,20 @@ class CallReader:
         self._held = text[size:]
         return text[:size]
 
+    def _find_end(self) -> int | None:
+        """Where the call that is held ends; None: not yet. A client may make it long."""
+        mark = self._form.end
+        for match in self._edge.finditer(self._held, self._num_scanned):
+            if self._is_in_string:
+                self._is_in_string = match[0] not in ('"', "\n")
+            elif match[0] == mark:
+                return match.start()
+            else:
+                self._is_in_string = match[0].endswith('"')
+            self._num_scanned = match.end()
+        self._num_scanned = max(self._num_scanned, len(self._held) - len(mark) + 1)
+        return None
+
     def _take_calls(self, end: int | None) -> list[str | Call]:
         """Takes the calls up to their end, or the text that they are if they are none."""
         inside, mark = self._held[:end], "" if end is None else self._form.end
@@ -222,6 +235,7 @@ class CallReader:
                 behind = remaining[size:]
         is_whole = bool(calls) and not behind.strip(_BETWEEN)
         opening, self._opening = self._opening, None
+        self._num_scanned, self._is_in_string = 0, False
         if opening and not self._form.end:
             self._held = "" if is_whole else behind
             return [*calls] or [opening]
