@@ -219,11 +219,7 @@ class ContentPart(BaseModel):
 
 
 def join_parts(parts: list[ContentPart], kinds: Sequence[str], param: str) -> str:
-    """The text of a content.
-
-    Raises:
-      ApiError: a part of none of these kinds.
-    """
+    """The text of a content; ApiError: a part of none of these kinds."""
     if any(item.type not in kinds for item in parts):
         raise BadField(param, f"only content of type {kinds[0]} is served")
     return "".join(item.text or "" for item in parts)

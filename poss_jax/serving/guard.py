@@ -108,7 +108,7 @@ class Guard:
             # Against DNS rebinding: a web page whose name was pointed at this machine could
             # otherwise read answers.
             name = headers.get(b"host", b"").decode("latin-1")
-            plain = name.rpartition(":")[0] if _PORT.search(name) else name
+            plain = _PORT.sub("", name)
             if not (_LOCAL_NAME.fullmatch(name) or self._hosts & {"*", plain.lower()}):
                 message = "Host: want localhost, an address or the name of an --allowed-host; "
                 return ApiError(403, f"{message}with an API key any name will do")
@@ -135,11 +135,7 @@ class _Body:
         self.has_more = has_length or b"transfer-encoding" in headers
 
     async def receive(self) -> Message:
-        """Receives a part.
-
-        Raises:
-          ApiError: the body is too large.
-        """
+        """Receives a part; ApiError: the body is too large."""
         message = await self._receive()
         self._size += self._note(message)
         if self._size > self._guard.most_bytes:

@@ -94,8 +94,8 @@ class Reply:
                 first["prompt_token_ids"] = choice.prompt.ids
             if self._job.is_chat or has_ids or choice.echo:
                 logprobs = self._echoed.get(index // self._job.num_choices)
-                event = {"index": index, **first, "logprobs": logprobs, "finish_reason": None}
-                events.append(self._event([event]))
+                shown = {"index": index, **first, "logprobs": logprobs, "finish_reason": None}
+                events.append(self._event([shown]))
         return events
 
     def take(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
@@ -112,13 +112,13 @@ class Reply:
         text = self._delta(choice, chunk)
         if not (any(text.values()) or answer or logprobs or "token_ids" in extras):
             return None
-        event = {"index": index, **({"delta": text} if self._job.is_chat else text)}
-        event |= {"logprobs": logprobs, "finish_reason": answer and self._finish(choice)}
+        shown = {"index": index, **({"delta": text} if self._job.is_chat else text)}
+        shown |= {"logprobs": logprobs, "finish_reason": answer and self._finish(choice)}
         if "speculation" in extras:
-            event["speculation"] = {"pieces": [[p.text, p.depth] for p in chunk.pieces]}
+            shown["speculation"] = {"pieces": [[p.text, p.depth] for p in chunk.pieces]}
         if "token_ids" in extras:
-            event["token_ids"] = chunk.output_ids
-        return self._event([event])
+            shown["token_ids"] = chunk.output_ids
+        return self._event([shown])
 
     def _split(self, choice: _Choice, chunk: Chunk) -> list[str | Call]:
         """Texts and calls that a chunk adds to a message, in their order."""

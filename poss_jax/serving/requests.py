@@ -1,5 +1,6 @@
 """Bodies of requests -> jobs for the scheduler; unknown fields are logged once each."""
 
+import json
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
@@ -39,12 +40,13 @@ from poss_jax.serving.bodies import (
     refusing_values,
 )
 from poss_jax.serving.chats import read_caller, read_messages, read_rendering
-from poss_jax.serving.grammars import GRAMMAR_FIELDS, read_grammar
 from poss_jax.serving.tools import Caller, marks_of
 
 _LOG = logging.getLogger(__package__)
 _MOST_LOGPROBS = 200_000  # per reply, unless one full-length choice has more
 _LONGEST_STOP = 1000
+_GRAMMAR_FIELDS = ("response_format", "structured_outputs")
+_OBJECT = {"type": "object"}
 
 
 class Job(NamedTuple):
@@ -66,11 +68,7 @@ class Job(NamedTuple):
 
 
 def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest) -> Job:
-    """Turns a completion request into a job.
-
-    Raises:
-      ApiError: something in it cannot be served.
-    """
+    """Turns a completion request into a job; ApiError: something in it cannot be served."""
     if body.suffix:
         raise BadField("suffix", "not served")
     if body.best_of not in (None, body.n or 1):
@@ -109,11 +107,7 @@ def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest
 
 
 def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
-    """Turns a chat request into a job.
-
-    Raises:
-      ApiError: something in it cannot be served.
-    """
+    """Turns a chat request into a job; ApiError: something in it cannot be served."""
     if body.functions:
         raise BadField("functions", "not served")
     if body.modalities not in (None, [], ["text"]):
@@ -198,17 +192,14 @@ def _make_job(
     Without a limit, answers get the room there is, up to the default.
     """
     _check_unknown(body)
-    num_choices, max_logprobs = body.n or 1, config.max_logprobs
-    for name, requested in {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}.items():
-        if requested is not None and (not max_logprobs or requested > max_logprobs):
-            raise BadField(name, f"want at most {max_logprobs}" if max_logprobs else "not served")
+    num_choices = body.n or 1
     if body.stream and body.prompt_logprobs is not None:
         raise BadField("prompt_logprobs", "not served in streams")
     if len(prompts) * num_choices > MOST_CHOICES:
         raise BadField("n", f"want at most {MOST_CHOICES} choices in all")
     stop = _read_stop(engine, config, body)
     with _refusing("structured_outputs"):
-        grammar = read_grammar(body, caller and caller.grammar)
+        grammar = _read_grammar(body, caller and caller.grammar)
     settings |= {
         "shortens": limit is None,
         "max_length": config.max_length,
@@ -224,9 +215,7 @@ def _make_job(
         with _refusing("prompt" if rendering is None else "messages"):
             base = engine.prepare(ids, limit or config.max_new_tokens, sampling, **settings)
         prepared += [base.choice(len(prepared) + choice) for choice in range(num_choices)]
-    per_token, listed = (0 if n is None else 1 + n for n in (logprobs, body.prompt_logprobs))
-    per_prompt_token = listed + (per_token if echoes else 0)
-    _check_logprobs(config, prepared, per_token, per_prompt_token)
+    _check_logprobs(config, body, prepared, logprobs, echoes=echoes)
     options = body.stream_options or StreamOptions()
     extras = {"usage": options.include_usage, "speculation": options.include_speculation}
     extras["token_ids"] = body.return_token_ids
@@ -236,7 +225,7 @@ def _make_job(
         logprobs,
         num_choices,
         echo=[""] * len(prepared),
-        scores_prompt=per_prompt_token > 0,
+        scores_prompt=body.prompt_logprobs is not None or (echoes and logprobs is not None),
         num_prompt_logprobs=body.prompt_logprobs,
         caller=caller,
         grammar=grammar,
@@ -246,11 +235,7 @@ def _make_job(
 
 
 def submit_grammar(engine: Engine, grammar: Grammar) -> "Future[GrammarState]":
-    """Begins to compile the grammar of a job.
-
-    Raises:
-      ApiError: the target cannot follow grammars.
-    """
+    """Begins to compile the grammar of a job; ApiError: the target cannot follow grammars."""
     with _refusing(grammar.name):
         vocab_size = engine.target_config.vocab_size
         return compiler_of(engine.tokenizer, vocab_size, engine.stop_ids).submit(grammar)
@@ -275,10 +260,22 @@ def add_guides(job: Job, compiled: "Future[GrammarState]") -> Job:
 
 
 def _check_logprobs(
-    config: ServeConfig, prompts: list[PreparedPrompt], per_token: int, per_prompt_token: int
+    config: ServeConfig,
+    body: CommonRequest,
+    prompts: list[PreparedPrompt],
+    logprobs: int | None,
+    *,
+    echoes: bool,
 ) -> None:
-    """Refuses a reply that would hold too many log-probabilities."""
-    limit = max(_MOST_LOGPROBS, (config.max_length or 0) * (1 + config.max_logprobs))
+    """Refuses a reply that would hold too many log-probabilities, of a token or in all."""
+    requested = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
+    max_logprobs = config.max_logprobs
+    for name, num_listed in requested.items():
+        if num_listed is not None and (not max_logprobs or num_listed > max_logprobs):
+            raise BadField(name, f"want at most {max_logprobs}" if max_logprobs else "not served")
+    per_token, per_prompt_token = (0 if n is None else 1 + n for n in requested.values())
+    per_prompt_token += per_token if echoes else 0
+    limit = max(_MOST_LOGPROBS, (config.max_length or 0) * (1 + max_logprobs))
     got = per_token * sum(prompt.max_new_tokens for prompt in prompts)
     got += per_prompt_token * sum(len(prompt.ids) for prompt in prompts)
     if got > limit:
@@ -297,7 +294,7 @@ def _refusing(param: str) -> Iterator[None]:
         raise ApiError(400, message, param=param, code="context_length_exceeded") from error
     except UserError as error:
         named = str(error).partition(":")[0]
-        is_other = named in ("logit_bias", "continued_tokens", "lookup", "tools", *GRAMMAR_FIELDS)
+        is_other = named in ("logit_bias", "continued_tokens", "lookup", "tools", *_GRAMMAR_FIELDS)
         raise ApiError(400, str(error), param=named if is_other else param) from error
 
 
@@ -380,3 +377,81 @@ def _check_unknown(body: CommonRequest) -> None:
 @lru_cache(maxsize=256)  # once per field, unless there are many
 def _warn_of_unknown(name: str) -> None:
     _LOG.warning("the field %s of a request is not known; it is ignored", name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Fields that constrain an answer: OpenAI's `response_format`, vLLM's `structured_outputs`
+
+
+def _read_grammar(body: CommonRequest, of_calls: Grammar | None) -> Grammar | None:
+    """Reads what the answer of a request must match; None: any text.
+
+    Args:
+      of_calls: what its tools demand, with which it has no other field.
+
+    Raises:
+      UserError: both fields, ones that cannot be served, or `ignore_eos`, since EOS ends a match.
+    """
+    candidates = [_read_response_format(body), _read_structured_outputs(body), of_calls]
+    grammars = [grammar for grammar in candidates if grammar is not None]
+    if of_calls and len(grammars) > 1:
+        message = "not served together with strict tools or a forced call"
+        raise UserError(f"{grammars[0].name}: {message}")
+    if len(grammars) > 1:
+        raise UserError("structured_outputs: want this or response_format, got both")
+    if grammars and body.ignore_eos:
+        raise UserError(f"{grammars[0].name}: not served together with ignore_eos")
+    return grammars[0] if grammars else None
+
+
+def _read_response_format(body: CommonRequest) -> Grammar | None:
+    name, fields = "response_format", body.response_format
+    if fields is None:
+        return None
+    match fields.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return Grammar.json_schema(_OBJECT, name)
+        case "json_schema":
+            schema = fields.get("json_schema")
+            return Grammar.json_schema(_read_schema(schema, "schema", name), name)
+    raise UserError(f"{name}: want a type of text, json_object, json_schema")
+
+
+def _read_structured_outputs(body: CommonRequest) -> Grammar | None:
+    name, fields = "structured_outputs", body.structured_outputs or {}
+    # Empty values say something: any JSON, no choice, the empty text.
+    fields = {key: value for key, value in fields.items() if value is not None}
+    fields.pop("disable_any_whitespace", None)  # white space between parts of JSON is fixed
+    if fields.get("json_object") is False:
+        del fields["json_object"]
+    if not fields:
+        return None
+    if len(fields) > 1:
+        raise UserError(f"{name}: want one of them, got {cut(ascii(sorted(fields)))}")
+    match fields:
+        case {"json": _}:
+            return Grammar.json_schema(_read_schema(fields, "json", name), name)
+        case {"json_object": True}:
+            return Grammar.json_schema(_OBJECT, name)
+        case {"regex": str(pattern)}:
+            return Grammar.regex(pattern, name)
+        case {"choice": [*texts]} if all(isinstance(text, str) for text in texts):
+            return Grammar.choice(texts, name)
+        case {"grammar": str(text)}:
+            return Grammar.lark(text, name)
+    raise UserError(f"{name}: want json, json_object, regex, choice (texts) or grammar")
+
+
+def _read_schema(fields: Any, key: str, name: str) -> dict[str, Any]:
+    """Reads a JSON schema, which may be text."""
+    schema = fields.get(key) if isinstance(fields, dict) else None
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{name}: want a JSON schema, got other text") from error
+    if not isinstance(schema, dict):
+        raise UserError(f"{name}: want a JSON schema in {key}")
+    return schema

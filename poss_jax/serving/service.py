@@ -238,11 +238,7 @@ class _Events(StreamingResponse):
 
 
 async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
-    """Waits for some work; cancels it when the client leaves.
-
-    Raises:
-      ApiError: the client has left.
-    """
+    """Waits for some work; cancels it, and raises ApiError, when the client leaves."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
