@@ -126,11 +126,7 @@ def check_own_file(path: Path) -> None:
 
 
 def check_own_tree(root: Path, folder: Path) -> None:
-    """Checks that no link at or below a path leads out of a folder, see `check_own_file`.
-
-    Raises:
-      UserError: a link to outside.
-    """
+    """Refuses links at or below a path that lead out of a folder, as `check_own_file` does."""
     _check_link(root, folder)
     for parent, folders, files in os.walk(root):
         for name in (*folders, *files):

@@ -239,11 +239,7 @@ def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Reads a YAML document of plain values, without repeated keys.
-
-    Raises:
-      ValueError: malformed; the message is one line.
-    """
+    """Reads YAML of plain values, without repeated keys; ValueError, in one line: malformed."""
     try:
         return yaml.load(text, _Loader)
     except Exception as error:  # PyYAML's constructors raise many kinds on malformed values

@@ -229,11 +229,7 @@ _CHAIN, _SIZES = re.compile(r"chain:(\d{1,9})"), re.compile(r"(\d{1,9})/(\d{1,9}
 
 
 def _set_tree(values: dict[str, Any], text: str, keys: Mapping[str, Key]) -> None:
-    """Sets the keys that `--tree` stands for; a file of trees that the config names is dropped.
-
-    Raises:
-      UserError: it is not one of the four spellings, or none where no draft can be left out.
-    """
+    """Sets the keys that `--tree` stands for; a file of trees that the config names is dropped."""
     has_trees, default = "trees" in keys, keys["tree"].default
     if has_trees:
         values["trees"] = None

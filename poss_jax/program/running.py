@@ -55,12 +55,7 @@ class ParserOnly(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong arguments like any other bad input, in one line.
-
-    Args:
-      module: name of the program's module; the usage shows how it was started.
-      settings: settings of argparse.
-    """
+    """Reports wrong arguments in one line; the usage shows how the program `module` was started."""
 
     def __init__(self, *, module: str | None = None, **settings: Any) -> None:
         if module is not None:
