@@ -19,13 +19,19 @@ from self_killing import run_until
 from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.data import features
-from poss_jax.data.features import FeatureCache, RowsWithFeatures, join_features, open_cache
 from poss_jax.data.prepared import Prepared
 from poss_jax.data.rows import Rows, batch_at, rows_at
 from poss_jax.model.sharding import make_mesh
+from train import features
 from train.devices import put_batch
-from train.features import fill_cache, is_complete
+from train.features import (
+    FeatureCache,
+    RowsWithFeatures,
+    fill_cache,
+    is_complete,
+    join_features,
+    open_cache,
+)
 from train.main import main
 from train.training import open_stage
 

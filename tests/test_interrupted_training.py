@@ -15,8 +15,8 @@ from self_killing import run_until
 from poss_jax.data.rows import rows_at
 from poss_jax.learn.state import TrainState
 from poss_jax.model.documents import TrainBatch
+from train.loop import RunLog
 from train.main import main
-from train.run_log import RunLog
 from train.stages import DraftStage
 
 

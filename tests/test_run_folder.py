@@ -15,8 +15,8 @@ import pytest
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
+from train.loop import Diverged, LossWatch, RunLog, check_loggers, open_loggers
 from train.run_folder import RunFolder, claim_folder
-from train.run_log import Diverged, LossWatch, RunLog, check_loggers, open_loggers
 
 MODEL = dict.fromkeys(
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads".split(), 4

@@ -2,10 +2,9 @@
 
 main.py          trains a target or a draft; training.py does it
 stages.py        what a run is that trains a draft or a target
-features.py      the frozen target's features, found or written
-loop.py          steps, validations, checkpoints
+features.py      the frozen target's features: the cache on disk, rows that read it
+loop.py          steps, validations, checkpoints, and what a run says
 run_folder.py    who may write there, what a run leaves, and resuming from it
-run_log.py       what a run says
 devices.py       processes and devices of a run
 memory.py        what a step takes on each device
 plot.py          compares runs

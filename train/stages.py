@@ -24,7 +24,6 @@ from poss_jax.config.paths import AnyPath, as_path, uploaded
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.conversations import Tokens, plain_texts
-from poss_jax.data.features import FeatureCache, join_features
 from poss_jax.data.prepared import Prepared, prepare
 from poss_jax.data.records import Documents, load_documents
 from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
@@ -63,6 +62,7 @@ from .features import (
     fill_cache,
     find_features,
     is_complete,
+    join_features,
     load_layers,
     make_encode,
     measure_deviations,
@@ -219,7 +219,7 @@ class DraftStage:
 
     def write_features(self) -> None:
         """Writes features to disk, so that steps need not compute them."""
-        if isinstance(self._features, FeatureCache) and "layers" in self._target:
+        if self._features is not None and "layers" in self._target:
             layers = self.config.aux_layers
             encode_batch = make_encode(self._target, self._run, self._record, self.mesh, layers)
             parts = self.rows, self.validation_rows

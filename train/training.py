@@ -22,10 +22,9 @@ from poss_jax.model.sharding import check_batch_size, check_processes, make_mesh
 from poss_jax.program.running import text_marks
 
 from .devices import is_first_process, make_on
-from .loop import num_validation_rows, run_steps
+from .loop import check_loggers, num_validation_rows, run_steps
 from .memory import check_memory, describe_devices, tpu_slice
 from .run_folder import RunFolder, check_output, claim_together, hold_together, holds_model
-from .run_log import check_loggers
 from .stages import DraftStage, Stage, TargetStage
 
 _SAMPLE_TOKENS = 300

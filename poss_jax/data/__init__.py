@@ -8,7 +8,6 @@ rendering.py      chats -> text -> tokens by a template; no message writes a spe
 templates.py      chat templates, and which characters of a chat are trained
 turns.py          marks that a template writes around answers
 tokenizer.py      the embedded tokenizer; loading any
-features.py       rows with features, read on demand; features kept on disk
 rows.py           documents -> tokens and loss masks -> rows; the batch of a step
 prepared.py       the rows of a run, kept in its folder
 progress.py       progress bars
