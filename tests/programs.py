@@ -21,8 +21,8 @@ from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import split_items
 from poss_jax.model.specialists import extend_specialists
-from train.answers import AnswerFiles
 from train.main import main as train_main
+from train.regeneration import AnswerFiles
 
 NUM_NEW = 6  # tokens of an answer that `generate` asks for
 STEPS = 24  # of a training run

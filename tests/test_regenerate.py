@@ -24,15 +24,16 @@ from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import prompt_seed
 from train import regeneration
-from train.answers import AnswerFiles, list_questions
-from train.regenerate import main
-from train.self_prompt import (
+from train.questions import (
     SeenQuestions,
     TurnWriter,
     find_opening,
+    list_questions,
     plan_questions,
     repeats_itself,
 )
+from train.regenerate import main
+from train.regeneration import AnswerFiles
 
 
 def users(*turns: str) -> list[dict[str, str]]:

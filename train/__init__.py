@@ -9,8 +9,7 @@ devices.py       processes and devices of a run
 memory.py        what a step takes on each device
 plot.py          compares runs
 regenerate.py    lets a target write the answers to train on; regeneration.py does it
-answers.py       their chats and files
-server.py        a server that writes them
-self_prompt.py   questions that the target writes itself
+questions.py     what is asked: the questions of a source, and those that the target writes
+server.py        a server that writes the answers
 draft_vocab.py   the tokens that a draft may propose; vocabulary.py counts them
 """

@@ -1,18 +1,26 @@
-"""Lets a target, loaded here or behind a server, answer the questions of a data set."""
+"""Lets a target, loaded here or behind a server, answer the questions of a data set.
+
+Chats are answered in windows, always the same ones together, and a window is written at once. So an
+interrupted run resumes as if it had never stopped.
+"""
 
 import hashlib
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from poss_jax.checkpoint.record import read_record
-from poss_jax.checkpoint.whole import sole_writer
+from poss_jax.checkpoint.whole import naming, sole_writer, write_file
 from poss_jax.config.json_reading import json_lines
 from poss_jax.config.paths import as_path, is_uri, local_path
 from poss_jax.config.reading import UserError, config_to_dict
@@ -27,17 +35,17 @@ from poss_jax.engine.prompts import check_bias
 from poss_jax.program.options import load_engine
 from poss_jax.program.output import check_writable, waiting
 
-from .answers import (
-    AnswerFiles,
+from .questions import (
     Line,
     Lines,
     Question,
-    answer_files,
+    SeenQuestions,
+    TurnWriter,
     answer_line,
     open_dialogue,
+    plan_questions,
     refuse_answer,
 )
-from .self_prompt import SeenQuestions, TurnWriter, plan_questions
 from .server import ChatClient, answer_questions, hold_refusals
 
 _BATCHES_PER_WINDOW = 4
@@ -208,3 +216,114 @@ def _check_apart(source: str, output: Path) -> None:
             raise UserError(
                 f"source {source!r} reads {path}, which is written; name another output"
             )
+
+
+# --------------------------------------------------------------------------------------------------
+# The files
+
+
+def answer_files(output: Path) -> tuple[Path, Path, Path]:
+    """Paths of the output, of the failures, and of how both were made."""
+    stem = output.stem if output.suffix == ".jsonl" else output.name
+    return (
+        output,
+        output.with_name(f"{stem}.failed.jsonl"),
+        output.with_name(f"{stem}.made_from.json"),
+    )
+
+
+class AnswerFiles:
+    """The output file, the failures, and how both were made."""
+
+    def __init__(
+        self, output: Path, made_from: dict[str, Any], window: int, *, overwrite: bool = False
+    ) -> None:
+        """Opens the files of an interrupted run, or makes new ones once there are lines.
+
+        Args:
+          made_from: all that decides the chats; existing files must agree.
+          window: questions answered together.
+          overwrite: start from the beginning; old files stay until there are lines.
+
+        Raises:
+          UserError: the files are something else, or were made with other settings.
+        """
+        self.output, self.failed, self._about = answer_files(output)
+        self.num_done = 0  # questions done, counted from the first
+        self.counts = Counter[str]()  # lines of the files: `answered`, or the reason
+        made_from = json.loads(json.dumps(made_from))
+        written = (path for path in (output, self.failed, self._about) if path.exists())
+        self._to_start: dict[str, Any] | None = None
+        if overwrite or all(path.stat().st_size == 0 for path in written):
+            self._to_start = made_from
+            return
+        try:
+            saved = dict(json.loads(self._about.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"output {output} exists and was not made here; name another file"
+            ) from error
+        different = [key for key, value in made_from.items() if saved.get(key) != value]
+        if different:
+            key = different[0]
+            raise UserError(
+                f"output {output} was made otherwise ({key}: {saved.get(key)!r}, asked "
+                f"{made_from[key]!r}); name another file, or start from scratch with --overwrite"
+            )
+        self._resume(window, made_from["questions"])
+
+    def add(self, lines: Iterable[Line]) -> None:
+        """Writes the lines of a window."""
+        lines = list(lines)
+        if self._to_start is not None:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            for path in (self.output, self.failed):
+                path.write_bytes(b"")
+            write_file(self._about, json.dumps(self._to_start, indent=2) + "\n")
+            self._to_start = None
+        for path, key in ((self.output, "messages"), (self.failed, "reason")):
+            mine = [line for line in lines if ("reason" in line) == (key == "reason")]
+            with naming(path), path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in mine)
+                file.flush()
+                os.fsync(file.fileno())
+        self.counts.update(line.get("reason", "answered") for line in lines)
+        self.num_done += len(lines)
+
+    def _resume(self, window: int, num_questions: int) -> None:
+        """Keeps the complete windows."""
+        keys = {self.output: "messages", self.failed: "reason"}
+        lines_of = {path: _read_lines(path, key) for path, key in keys.items()}
+        times = Counter(line["index"] for lines in lines_of.values() for line, _ in lines)
+        wrong = (index for index in range(num_questions) if times[index] != 1)
+        missing = next(wrong, num_questions)
+        self.num_done = missing if missing == num_questions else missing - missing % window
+        for path, lines in lines_of.items():
+            kept = [(line, end) for line, end in lines if line["index"] < self.num_done]
+            if path.exists():
+                os.truncate(path, kept[-1][1] if kept else 0)
+            self.counts.update(line.get("reason", "answered") for line, _ in kept)
+
+
+def _read_lines(path: Path, key: str) -> list[tuple[Line, int]]:
+    """Lines with a key, up to the first damaged one, and where each ends."""
+    lines: list[tuple[Line, int]] = []
+    end, last = 0, -1
+    for raw in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if not raw.endswith(b"\n"):  # written in part by a killed process
+            break
+        try:
+            line = json.loads(raw)
+            _, index = line[key], line["index"]
+            is_next = index > last
+        except (ValueError, LookupError, TypeError):
+            is_next = False
+        if not is_next:
+            tqdm.write(
+                f"{path}: line {len(lines) + 1} is damaged; it and all later lines are asked again",
+                file=sys.stderr,
+            )
+            break
+        end, last = end + len(raw), index
+        lines.append((line, end))
+    return lines

@@ -18,8 +18,7 @@ from poss_jax.config.reading import UserError, lone_surrogates, shorten
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.engine.answers import Generation
 
-from .answers import Line, Lines, Question, answer_line, open_dialogue, refuse_answer
-from .self_prompt import TurnWriter
+from .questions import Line, Lines, Question, TurnWriter, answer_line, open_dialogue, refuse_answer
 
 _RETRIES = 20  # after 0.5, 1, 2, 4 and then 8 seconds: for about two minutes
 _TIMEOUT = 600.0

@@ -1,4 +1,4 @@
-r"""User turns that the target writes itself, so that no data set is needed.
+r"""The questions of a run: those of its source, and those that the target writes itself.
 
 A chat model needs only the text that its template puts before a user's turn: what it writes next is
 a question of the kind it was trained on (Magpie, arXiv 2406.08464).
@@ -6,34 +6,85 @@ a question of the kind it was trained on (Magpie, arXiv 2406.08464).
     <|im_start|>user\n   ->   What is the capital of France?   ->   answered like any question
 """
 
+import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from poss_jax.config.data import DataConfig
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.regenerate import RegenerateConfig
-from poss_jax.data.conversations import Broken
+from poss_jax.data.conversations import Broken, read_questions
+from poss_jax.data.progress import progress_bar
+from poss_jax.data.records import read_records
 from poss_jax.data.rendering import RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer, special_pattern
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.prompts import PreparedPrompt, with_seed
 
-from .answers import Line, Lines, Question, list_questions
-
+_ID_KEYS = ("id", "prompt_id", "question_id", "conversation_id")
 _PROBES = "a first question", "something else"
 _LEAST_CHARACTERS = 10
 _MOST_REPETITION = 0.3  # a text that zlib shrinks below this share repeats itself
 _SHINGLE = 3  # words
 _MOST_ALIKE = 0.6  # share of the shingles of two texts
+
+Line = dict[str, Any]
+Lines = Generator[list[Line], None, None]
+
+
+@dataclass(frozen=True)
+class Question:
+    """The questions of one record."""
+
+    index: int  # of the record in the source
+    where: str  # file and line of the record
+    ids: dict[str, Any]  # names of the record
+    messages: list[dict[str, str]] | Broken  # system message if any, then the user's turns
+
+
+def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
+    """Reads the questions of all records of a data set.
+
+    Args:
+      tokenizer: its special tokens may not be spelled out; None allows all text.
+
+    Raises:
+      UserError: nothing to read.
+    """
+    special = re.compile("(?!)") if tokenizer is None else special_pattern(tokenizer)
+    questions: list[Question] = []
+    num_usable = 0
+    records = progress_bar(read_records(config), desc="read", delay=2)
+    for index, (where, record) in enumerate(records):
+        if num_usable == config.max_documents:
+            break
+        messages = record if isinstance(record, Broken) else read_questions(record)
+        if isinstance(messages, list):
+            if any(special.search(message["content"]) for message in messages):
+                messages = Broken("a special token is spelled out")
+            elif config.system_prompt is not None and messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": config.system_prompt}, *messages]
+        ids = record if isinstance(record, dict) else {}
+        ids = {key: ids[key] for key in _ID_KEYS if key in ids}
+        questions.append(Question(index, where, ids, messages))
+        num_usable += isinstance(messages, list)
+    if all(isinstance(question.messages, Broken) for question in questions):
+        got = "empty files"
+        if questions:
+            first = f"first {questions[0].where}: {questions[0].messages}"
+            got = f"none in {len(questions)} records; {first}"
+        raise UserError(f"source {config.source!r}: want chats or questions, got {got}")
+    return questions
 
 
 def plan_questions(config: RegenerateConfig, tokenizer: Any) -> list[Question]:
@@ -62,6 +113,43 @@ def plan_questions(config: RegenerateConfig, tokenizer: Any) -> list[Question]:
     empty = Question(0, "self-prompted", {"source": "self"}, opening)
     planned = (usable[start] if start < end else empty for start, end in pairwise(num_given))
     return [replace(question, index=index) for index, question in enumerate(planned)]
+
+
+def refuse_answer(answer: Generation, config: RegenerateConfig) -> str:
+    """Reason to drop an answer and end its chat; "" keeps it."""
+    if answer.stop_reason == "length" and not config.keeps_unfinished:
+        return f"an answer not finished after {config.max_new_tokens} tokens"
+    return "" if (answer.text or "").strip() else "an empty answer"
+
+
+def open_dialogue(question: Question, config: RegenerateConfig) -> Dialogue:
+    """Makes the conversation of a question; it has ended if there is nothing to ask."""
+    sampling = with_seed(config.sampling, question.index)
+    if temperatures := config.temperatures:
+        sampling = replace(sampling, temperature=temperatures[question.index % len(temperatures)])
+    if isinstance(question.messages, Broken):
+        return Dialogue([], config.max_new_tokens, sampling, ended=question.messages.reason)
+    count = sum(message["role"] == "system" for message in question.messages)
+    system, turns = question.messages[:count], question.messages[count:]
+    return Dialogue(turns, config.max_new_tokens, sampling, messages=system)
+
+
+def answer_line(question: Question, dialogue: Dialogue, max_length: int = 0) -> Line:
+    """Makes the line of the output, or of the failures, once a conversation is over.
+
+    Args:
+      max_length: most tokens of prompt and answer, if an engine refused longer ones.
+    """
+    ended = dialogue.ended
+    if dialogue.is_too_long:
+        ended = f"prompt and answer longer than {max_length} tokens"
+    line = {"index": question.index, **question.ids}
+    if dialogue.num_answered:
+        early = {"ended_early": ended} if ended else {}
+        return line | early | {"messages": dialogue.messages}
+    asked = {"messages": [*dialogue.messages, *dialogue.remaining]}
+    asked = {} if isinstance(question.messages, Broken) else asked
+    return line | {"where": question.where, "reason": ended, **asked}
 
 
 # --------------------------------------------------------------------------------------------------
