@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
 from poss_jax.data.conversations import Broken, Chat, read_document
+from poss_jax.data.prepared import fit_chat
 from poss_jax.data.rows import encode_documents
-from poss_jax.data.templates import ChatTemplate, RenderedChat, fit_chat
+from poss_jax.data.templates import ChatTemplate, RenderedChat
 
 Record = dict[str, Any]
 

@@ -112,7 +112,8 @@ def test_eagle3_has_no_feature_to_compare(tmp_path, draft, capsys):
 @pytest.mark.parametrize(
     ("config", "line"),
     [
-        *((None, line) for line in ("1", "[")),
+        *((None, line) for line in ("1", "[", '{"validation_loss": 1}')),
+        (None, '{"step": 1, "validation_loss": ["x"]}'),
         *((config, "") for config in ("", "- 1", "{")),
     ],
     ids=lambda text: str(text)[:20],

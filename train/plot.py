@@ -36,8 +36,10 @@ class RunMetrics:
     """Logged metrics of a run."""
 
     name: str  # name of its folder
-    steps: list[dict[str, Any]]  # lines of metrics.jsonl about training steps
-    validations: list[dict[str, Any]]  # lines about validations
+    losses: list[tuple[int, float]]  # step and loss of logged steps
+    validation_losses: list[tuple[int, float]]  # likewise of validations
+    lengths: list[tuple[int, float]]  # likewise, acceptance lengths; none for a target
+    best: dict[str, Any]  # line of the validation with the highest score
     spans: list[int]  # positions that each specialist serves
 
     @property
@@ -47,40 +49,34 @@ class RunMetrics:
         served = [index for index, span in enumerate(self.spans) for _ in range(span)]
         return served[:depth] + served[-1:] * (depth - len(served))
 
-    @property
-    def best(self) -> dict[str, Any]:
-        """The validation with the longest acceptance length or, of a target, the lowest loss."""
-
-        def score(validation: dict[str, Any]) -> float:
-            length = validation.get("simulated_acceptance_length")
-            return -validation["validation_loss"] if length is None else length
-
-        # On ties the newest, as the run itself chooses.
-        return max(reversed(self.validations), key=score)
-
 
 def read_run(folder: str) -> RunMetrics:
     """Reads the metrics of a run, which may still be running.
 
     Raises:
-      UserError: no run, or no validation yet.
+      UserError: no run, a line that lacks a value, or no validation yet.
     """
     path = as_path(folder)
     try:
         config = parse_yaml(read_text(path / "config.yaml"))
         text = read_text(path / "metrics.jsonl")
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
-        run = RunMetrics(
+        validations = [line for line in lines if "validation_loss" in line]
+        if not validations:
+            raise UserError(f"{folder} has no validation yet; wait for one")
+        return RunMetrics(
             name=real_path(path).name,
-            steps=[line for line in lines if "loss" in line],
-            validations=[line for line in lines if "validation_loss" in line],
+            losses=[(line["step"], line["loss"]) for line in lines if "loss" in line],
+            validation_losses=[
+                (line["step"], _mean(line["validation_loss"])) for line in validations
+            ],
+            lengths=[(line["step"], _score(line)) for line in validations if "agreement" in line],
+            # On ties the newest, as the run itself chooses.
+            best=max(reversed(validations), key=_score),
             spans=config["specialists"]["positions_per_specialist"],
         )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{folder} holds no metrics of a training run; give its folder") from error
-    if not run.validations:
-        raise UserError(f"{folder} has no validation yet; wait for one")
-    return run
 
 
 def format_table(runs: list[RunMetrics]) -> str:
@@ -113,16 +109,13 @@ def plot_runs(runs: list[RunMetrics], path: Path) -> None:
     figure, grid = pyplot.subplots(
         size, size, figsize=(5 * size, 3.5 * size), layout="constrained", squeeze=False
     )
-    for run in runs:
-        steps, losses = [line["step"] for line in run.steps], [line["loss"] for line in run.steps]
-        (drawn,) = grid[0, 0].plot(steps, losses, alpha=0.5)
-        steps = [line["step"] for line in run.validations]
-        losses = [_mean(line["validation_loss"]) for line in run.validations]
-        grid[0, 0].plot(steps, losses, "o-", color=drawn.get_color(), label=run.name)
+    for index, run in enumerate(runs):
+        color, points = f"C{index}", zip(*run.validation_losses, strict=True)
+        grid[0, 0].plot(*zip(*run.losses, strict=True), color=color, alpha=0.5)
+        grid[0, 0].plot(*points, "o-", color=color, label=run.name)
     grid[0, 0].set(xlabel="step", ylabel="loss (dots: validation)", yscale="log")
     for run in drafts:
-        points = [(line["step"], line["simulated_acceptance_length"]) for line in run.validations]
-        grid[0, 1].plot(*zip(*points, strict=True), "o-", label=run.name)
+        grid[0, 1].plot(*zip(*run.lengths, strict=True), "o-", label=run.name)
         for axes, key in zip(grid[1], ("agreement", "feature_cosine"), strict=True):
             if key in run.best:
                 axes.plot(range(len(run.specialists)), run.best[key], "o-", label=run.name)
@@ -140,6 +133,12 @@ def plot_runs(runs: list[RunMetrics], path: Path) -> None:
         raise UserError(f"cannot draw {path}: {error}; name a .png or .pdf") from error
     finally:
         pyplot.close(figure)
+
+
+def _score(validation: dict[str, Any]) -> float:
+    """The acceptance length or, of a target, the loss, so that the best validation has the most."""
+    length = validation.get("simulated_acceptance_length")
+    return -validation["validation_loss"] if length is None else length
 
 
 def _mean(loss: float | list[float]) -> float:

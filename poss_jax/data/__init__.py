@@ -6,7 +6,6 @@ records.py        files -> records -> documents; counts of used and dropped ones
 conversations.py  records of every format -> texts, chats, tokens
 rendering.py      chats -> text -> tokens by a template; no message writes a special token
 templates.py      chat templates, and which characters of a chat are trained
-turns.py          marks that a template writes around answers
 tokenizer.py      the embedded tokenizer; loading any
 rows.py           documents -> tokens and loss masks -> rows; the batch of a step
 prepared.py       the rows of a run, kept in its folder

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,31 @@ from poss_jax.checkpoint.whole import replaced
 from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict, one_line
-from poss_jax.data.conversations import Broken, Chat, Document, Rendered, Tokens, content_key
+from poss_jax.data.conversations import (
+    CALLS,
+    Broken,
+    Chat,
+    Document,
+    Message,
+    Rendered,
+    Tokens,
+    content_key,
+    end_with_answer,
+    plain_text,
+)
 from poss_jax.data.records import Documents, load_documents
+from poss_jax.data.rendering import RenderError, label_names, make_label
 from poss_jax.data.rows import Rows, encode_documents, make_rows
-from poss_jax.data.templates import ChatTemplate, fit_chat
+from poss_jax.data.templates import ChatTemplate
 from poss_jax.data.tokenizer import special_pattern
 
 _FILE = "data.npz"
 _PARTS = ("train", "validation")
 _LOOKED_AT = 100  # texts inspected to see whether they are chats
+_FIELDS = {  # of an assistant turn
+    "tool calls": CALLS,
+    "reasoning": ("reasoning_content", "reasoning", "thinking"),
+}
 
 
 @dataclass(frozen=True)
@@ -144,6 +160,54 @@ def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
             else:
                 kept.append(fitted)
     return Documents(**sides, tally=tally)
+
+
+def fit_chat(chat: Chat, template: ChatTemplate) -> tuple[Chat | Broken, str]:
+    """Cuts a chat before the first turn that the template does not write in full.
+
+    The template writes the chat once more, with a label behind each text that it may leave out.
+
+    Returns:
+      The chat, and why a part of it was left out ("" if it is whole); or why none can be used.
+    """
+    fields: list[tuple[int, int, str]] = []  # turn, its text among `write_answers`, kind of field
+    tools = label_names(chat.tools, make_label(0))
+    if chat.tools:
+        fields.append((0, 0, "tools"))
+    messages, num_answered = list[Message](), 0
+    for index, turn in enumerate(chat.messages):
+        if turn["role"] == "tool" and plain_text(turn).strip():
+            turn = turn | {"content": plain_text(turn) + make_label(len(fields))}
+            fields.append((index, 2 * num_answered, "results of tools"))
+        elif turn["role"] == "assistant":
+            for what, keys in _FIELDS.items():
+                if held := {key: turn[key] for key in keys if turn.get(key)}:
+                    label = make_label(len(fields))
+                    turn = turn | {key: _add_label(value, label) for key, value in held.items()}
+                    fields.append((index, 2 * num_answered + 1, what))
+            num_answered += 1
+        messages.append(turn)
+    try:
+        labelled = replace(chat, messages=messages, tools=tools)
+        texts = template.write_answers(labelled) if fields else []
+    except RenderError:  # `render` will say why
+        return chat, ""
+    missing = [
+        (index, what)
+        for number, (index, text_index, what) in enumerate(fields)
+        if make_label(number) not in texts[text_index]
+    ]
+    if not missing:
+        return chat, ""
+    end, what = min(missing)
+    why, messages = f"{what} that the chat template leaves out", chat.messages[:end]
+    if messages := end_with_answer(messages):
+        return replace(chat, messages=messages), why
+    return Broken(why), ""
+
+
+def _add_label(value: Any, label: str) -> Any:
+    return value + label if isinstance(value, str) else label_names(value, label)
 
 
 @dataclass

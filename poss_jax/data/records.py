@@ -36,19 +36,9 @@ _SMALLEST, _LARGEST = 1024, 1 << 18  # bytes of a module; larger ones are tables
 _STDLIB = "python"  # as a package
 _SUFFIXES = (".txt", ".json", ".jsonl")
 _SAVED = ("state.json", "dataset_dict.json")  # in a folder that `datasets` has saved
-_STATES = (
-    "states that other programs stored are not read; give the texts or tokens that they were made "
-    "of, and features.cache for states of our own"
-)
-_UNREADABLE = {
-    ".ckpt": _STATES,
-    ".ckpt.gz": _STATES,
-    ".safetensors": "hidden states of speculators lack the target's last norm; give the folder of "
-    "its data set for the tokens, and features.cache for states of our own",
-}
+_STATES = (".ckpt", ".ckpt.gz", ".safetensors")  # that other programs stored
 _NAMED = 3  # of the dropped records
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
 
 Record = dict[str, Any] | Broken
 
@@ -143,8 +133,11 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
       UserError: no such file or data set, or a JSON list that breaks off.
     """
     source = config.source
-    if why := next((why for end, why in _UNREADABLE.items() if source.endswith(end)), ""):
-        raise UserError(f"data.source {source!r}: {why}")
+    if source.endswith(_STATES):
+        raise UserError(
+            f"data.source {source!r}: stored hidden states are not read; give the texts or tokens "
+            "that they were made of, and features.cache for states of our own"
+        )
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         yield from ((name, _read_module(path)) for name, path in _list_modules(root))
@@ -202,13 +195,6 @@ def _read_packages(
     }
     for name in sorted(modules, key=lambda name: blake2b(name.encode()).digest()):
         yield name, _read_module(modules[name])
-
-
-def _read_text(path: AnyPath) -> Iterator[tuple[str, Record]]:
-    try:
-        yield str(path), {"text": read_text(path, "utf-8-sig")}
-    except UnicodeDecodeError as error:
-        yield str(path), Broken("not UTF-8", error.reason)
 
 
 def _read_json(path: AnyPath) -> Iterator[tuple[str, Record]]:
