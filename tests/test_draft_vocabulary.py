@@ -134,8 +134,8 @@ def test_coverage_overrides_and_tokens_that_never_occur(runs, tmp_path, capsys) 
     [
         (["--size", "301"], "want a size of 2 to 300, the number of tokens of the target, got 301"),
         (["--size", "1"], "argument --size: want a number, at least 2, got 1; see --help"),
-        (["--coverage", "0"], "--coverage: want a share above 0 and up to 1, got '0'"),
-        (["--coverage", "nan"], "--coverage: want a share above 0 and up to 1, got 'nan'"),
+        (["--coverage", "0"], "--coverage: want a share above 0 and up to 1, got 0.0"),
+        (["--coverage", "nan"], "--coverage: want a share above 0 and up to 1, got nan"),
         (["--coverage", ".5", "--size", "9"], "not allowed with argument"),
         (["--output", "v.json"], "--output wants a draft vocabulary; add --size or --coverage"),
         (["--size", "9", "--output", "."], "output . exists; name another file or remove it"),

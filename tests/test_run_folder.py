@@ -15,7 +15,7 @@ import pytest
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
-from train.loop import Diverged, LossWatch, RunLog, check_loggers, open_loggers
+from train.loop import Diverged, RunLog, check_loggers, next_level, open_loggers
 from train.run_folder import RunFolder, claim_folder
 
 MODEL = dict.fromkeys(
@@ -390,11 +390,11 @@ def test_loggers_get_the_same_numbers_after_the_checkpoint(folder, monkeypatch) 
     assert values.items() >= (validation | {"simulated_acceptance_length": 1.5}).items()
 
 
-def watch(*losses: float, factor: float | None = 5.0, level: float | None = None) -> LossWatch:
-    watched = LossWatch(factor, level)
+def level_after(losses: list[float], factor: float | None) -> float | None:
+    level = None
     for step, loss in enumerate(losses, start=1):
-        watched.check(step, {"loss": loss})
-    return watched
+        level = next_level(level, step, {"loss": loss}, factor)
+    return level
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_goes_on(losses, factor):
     level, *others = filter(None, losses)  # batches with nothing to learn do not count
     for loss in others:
         level = 0.98 * level + 0.02 * loss
-    assert watch(*losses, factor=factor).level == pytest.approx(level)
+    assert level_after(losses, factor) == pytest.approx(level)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_goes_on(losses, factor):
 )
 def test_stops(losses, factor, reason):
     with pytest.raises(Diverged, match=reason) as caught:
-        watch(*losses, factor=factor)
+        level_after(losses, factor)
     assert caught.value.step == len(losses)
 
 

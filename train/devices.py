@@ -154,11 +154,7 @@ def make_step_on(mesh: Mesh, step: Callable[..., Any], state: TrainState) -> OnM
 def write_together(
     folder: AnyPath, record: ModelRecord, params: Params, mesh: Mesh, *, tokenizer_from: AnyPath
 ) -> None:
-    """Writes a model with stacked layers or specialists; only process 0 writes.
-
-    Raises:
-      UserError: what `write_model` refuses.
-    """
+    """Calls `write_model` for stacked layers or specialists; only process 0 writes."""
     items = _whole_items(record.config, params, mesh)
     if is_first_process():
         write_model(folder, record, items, tokenizer_from=tokenizer_from)
@@ -209,14 +205,14 @@ def preemption_notice() -> Iterator[Callable[[int], bool]]:
         told.set()
         _quit_at_the_next_signal()
 
-    handlers = None
+    handlers = {}
     if threading.current_thread() is threading.main_thread():  # only it may set handlers
         handlers = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, note)
     try:
         yield lambda step: told.is_set()
     finally:
-        for name, handler in (handlers or {}).items():
+        for name, handler in handlers.items():
             signal.signal(name, handler)
 
 

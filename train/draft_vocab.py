@@ -9,11 +9,11 @@ ids. The last line printed is one JSON object.
         --output vocabulary.json
 """
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import at_least, describe
 from poss_jax.program.output import add_json, print_summary, waiting
 from poss_jax.program.running import Parser, run_program
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     choice.add_argument(
         "--coverage",
-        type=_parse_share,
+        type=float,
         metavar="X",
         help="Choose as many tokens as cover this share of the trained ones, such as 0.98.",
     )
@@ -53,19 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="JSON file to write the vocabulary to; it must not exist yet.",
     )
     args = parser.parse_intermixed_args(arguments)
+    if args.coverage is not None and not 0 < args.coverage <= 1:
+        raise UserError(f"--coverage: want a share above 0 and up to 1, got {args.coverage}")
     with waiting("importing JAX ..."):
         from .vocabulary import count
     print_summary(count(args))
-
-
-def _parse_share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"want a share above 0 and up to 1, got {text[:40]!r}")
-    return share
 
 
 cli = partial(run_program, main)

@@ -363,15 +363,13 @@ def fill_cache(
     batch_size: int,
     mesh: Mesh,
 ) -> None:
-    """Writes a cache's missing shards; all processes compute, the first one writes.
+    """Writes the missing shards of training rows and held-out rows, `batch_size` rows at a time.
 
-    Args:
-      parts: training rows and held-out rows.
-      encode_batch: see `make_encode`.
-      batch_size: rows encoded at a time.
+    All processes compute, the first one writes.
 
     Raises:
-      UserError: the shards cannot be written, or this process does not see them.
+      UserError: this process does not see the cache.
+      OSError: the shards cannot be written, in the first process.
     """
     names = [field.name for field in fields(Rows)]
     rows = Rows(*(np.concatenate([getattr(rows, name) for rows in parts]) for name in names))

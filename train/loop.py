@@ -54,25 +54,19 @@ class Diverged(Exception):
         self.step = step
 
 
-class LossWatch:
-    """Compares the loss of every step with the running mean of earlier steps."""
-
-    def __init__(self, factor: float | None, level: float | None) -> None:
-        self._factor = factor
-        self.level = level  # the running mean; None before the first step
-
-    def check(self, step: int, metrics: dict[str, Any]) -> None:
-        """Adds a step's metrics, or raises `Diverged`."""
-        loss, level = metrics["loss"], self.level
-        check_finite(step, {"loss": loss, **metrics})
-        if loss == 0:  # the batch has no trained token
-            return
-        if level is None:
-            self.level = loss
-            return
-        if self._factor is not None and loss > max(self._factor * level, level + _MARGIN):
-            raise Diverged(step, f"loss {loss:.4g}, its running mean {level:.4g}")
-        self.level = _DECAY * level + (1 - _DECAY) * loss
+def next_level(
+    level: float | None, step: int, metrics: dict[str, Any], factor: float | None
+) -> float | None:
+    """Running mean of the loss after a step (None before the first); raises `Diverged`."""
+    loss = metrics["loss"]
+    check_finite(step, {"loss": loss, **metrics})
+    if loss == 0:  # the batch has no trained token
+        return level
+    if level is None:
+        return loss
+    if factor is not None and loss > max(factor * level, level + _MARGIN):
+        raise Diverged(step, f"loss {loss:.4g}, its running mean {level:.4g}")
+    return _DECAY * level + (1 - _DECAY) * loss
 
 
 def check_finite(step: int, metrics: dict[str, Any]) -> None:
@@ -92,7 +86,7 @@ class RunLog:
     def __init__(self, config: TrainConfig, folder: RunFolder, first_step: int) -> None:
         self._config, self._folder = config, folder
         self._tokens_per_step = config.batch_size * config.data.sequence_length
-        self._watch = LossWatch(config.explosion_factor, folder.loss_level)
+        self.loss_level = folder.loss_level  # the running mean
         self._pending: tuple[int, dict[str, Any]] | None = None
         self._started = time.monotonic()
         self._last_line = first_step, self._started
@@ -115,11 +109,6 @@ class RunLog:
         for logger in self._loggers:
             logger.close()
 
-    @property
-    def loss_level(self) -> float | None:
-        """The running mean of the loss."""
-        return self._watch.level
-
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         """Adds the metrics of a started step; the arrays may not be computed yet."""
         self.flush()
@@ -131,7 +120,8 @@ class RunLog:
             return
         (step, arrays), self._pending = self._pending, None
         metrics = {name: np.asarray(x).tolist() for name, x in jax.device_get(arrays).items()}
-        self._watch.check(step, metrics)
+        factor = self._config.explosion_factor
+        self.loss_level = next_level(self.loss_level, step, metrics, factor)
         self._progress.update(self._tokens_per_step)
         if step % self._config.log_every == 0 or step == self._config.num_steps:
             now, (last_step, then) = time.monotonic(), self._last_line

@@ -294,11 +294,7 @@ def check_output(config: TrainConfig) -> None:
 
 @contextmanager
 def hold_together(config: TrainConfig) -> Iterator[None]:
-    """Keeps other runs out of the folder of this one; its first process holds the lock.
-
-    Raises:
-      UserError: in every process, another run is at work there.
-    """
+    """Keeps other runs out of the folder (the first process holds the lock), or refuses in all."""
     with ExitStack() as held:
         broadcast_from_first(lambda: held.enter_context(sole_writer(config.output)))
         yield
@@ -306,11 +302,7 @@ def hold_together(config: TrainConfig) -> Iterator[None]:
 
 @contextmanager
 def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[AnyPath]:
-    """Calls `claim_folder` in the first process; all processes use its result.
-
-    Raises:
-      UserError: in every process, what `claim_folder` refuses in the first.
-    """
+    """Calls `claim_folder` in the first process; all use its result, or raise its UserError."""
     with ExitStack() as claim:
         folder = claim_folder(config, overwrite=overwrite)
         yield as_path(broadcast_from_first(lambda: str(claim.enter_context(folder))))

@@ -154,7 +154,6 @@ def answer_questions(
     """Answers questions with a server, many at a time.
 
     Args:
-      config: settings of all answers, and the number of questions in flight.
       writer: lets the server write its share of the user turns; None: it writes none.
 
     Yields:

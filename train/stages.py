@@ -173,21 +173,18 @@ class DraftStage:
     def _check_init_draft(self, record: ModelRecord) -> None:
         """Refuses settings that contradict the draft to start from."""
         settings, draft = self._run.specialists, record.draft
-        specialists, layers = draft.num_specialists, draft.layers_per_specialist[0]
+        positions, layers = settings.positions_per_specialist, settings.layers_per_specialist
+        num_specialists, num_layers = draft.num_specialists, draft.layers_per_specialist[0]
         has_vocabulary = draft.head_size or record.draft_vocabulary
         has_other_vocabulary = self._vocabulary not in (None, record.draft_vocabulary)
         for name, is_unfit, required in (
             (
                 "positions_per_specialist",
-                len(settings.positions_per_specialist) < specialists,
-                f"{specialists} or more",
+                len(positions) < num_specialists,
+                f"{num_specialists} or more",
             ),
-            (
-                "layers_per_specialist",
-                settings.layers_per_specialist[0] < layers,
-                f"{layers} or more",
-            ),
-            ("num_frozen", settings.num_frozen > specialists, f"at most {specialists}"),
+            ("layers_per_specialist", layers[0] < num_layers, f"{num_layers} or more"),
+            ("num_frozen", settings.num_frozen > num_specialists, f"at most {num_specialists}"),
             ("family", settings.family not in (None, draft.family), "the same"),
             ("aux_layers", settings.aux_layers not in (None, draft.aux_layers), "the same"),
             ("draft_vocabulary", has_vocabulary and has_other_vocabulary, "the same"),
@@ -321,7 +318,17 @@ class TargetStage:
         load = functools.cache(lambda: load_documents(config.data))
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
         self.mesh = mesh
-        self._check_init_target()
+        if config.init_target is not None:
+            initial, asked = map(
+                config_to_dict, (read_dense(config.init_target).llama, config.model)
+            )
+            initial["num_layers"] = max(initial["num_layers"], asked["num_layers"])
+            for name, value in initial.items():
+                if asked[name] != value:
+                    raise UserError(
+                        f"model.{name}: want {value} as init_target {config.init_target} has, got "
+                        f"{asked[name]}; only layers may be added"
+                    )
         tokenizer_folder = folder / _TOKENIZER
         broadcast_from_first(lambda: self._write_tokenizer(tokenizer_folder, load))
         self._write_tokenizer(tokenizer_folder, load)  # a dry run has a folder per process
@@ -333,19 +340,6 @@ class TargetStage:
 
         validate = make_target_validation(self.config, config.step, self._dtype)
         self._validation = compile_on(mesh, validate)
-
-    def _check_init_target(self) -> None:
-        """Refuses a target to start from that has another shape than the run's."""
-        if (folder := self._run.init_target) is None:
-            return
-        initial, config = config_to_dict(read_dense(folder).llama), config_to_dict(self.config)
-        initial["num_layers"] = max(initial["num_layers"], config["num_layers"])
-        for name, value in initial.items():
-            if config[name] != value:
-                raise UserError(
-                    f"model.{name}: want {value} as init_target {folder} has, got {config[name]}; "
-                    "only layers may be added"
-                )
 
     def _write_tokenizer(self, folder: AnyPath, load: Callable[[], Documents]) -> None:
         """Copies the tokenizer of the target to start from, or trains one on the documents."""
@@ -424,17 +418,10 @@ def prepare_rows(
     llama: LlamaConfig,
     load: Callable[[], Documents] | None = None,
 ) -> Prepared:
-    """Makes training rows and held-out rows.
+    """Makes training rows and held-out rows, or reads those that the run's folder keeps.
 
     Process 0 makes them and the others read its file. In a dry run each process has its own folder
     and makes them itself.
-
-    Args:
-      folder: folder of the run, keeps the rows.
-      load: reads the documents if the rows are not made yet.
-
-    Raises:
-      UserError: the data cannot be used.
     """
     settings = config.data, tokenizer, llama.vocab_size, load, llama.eos_token_ids
     made: list[Prepared] = []

@@ -284,17 +284,12 @@ def _calls(message: Message) -> bool:
 
 def _read_content(content: Any) -> str | list[dict[str, str]] | None:
     """Reads the content of a turn, whose parts must be text; None if invalid."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    texts = [
-        piece["text"]
-        for piece in parts
-        if isinstance(piece, dict)
-        and piece.get("type", "text") in _TEXT_PARTS
-        and isinstance(piece.get("text"), str)
-    ]
-    is_text = bool(parts) and len(texts) == len(parts)
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    pieces = [piece for piece in content if isinstance(piece, dict)]
+    texts = [piece.get("text") for piece in pieces if piece.get("type", "text") in _TEXT_PARTS]
+    texts = [text for text in texts if isinstance(text, str)]
+    is_text = 0 < len(texts) == len(content)
     return [{"type": "text", "text": text} for text in texts] if is_text else None
 
 

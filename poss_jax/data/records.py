@@ -165,9 +165,8 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
 def _list_modules(root: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if _SKIPPED.search(name) or not _SMALLEST <= path.stat().st_size <= _LARGEST:
-            continue
-        yield name, path
+        if not _SKIPPED.search(name) and _SMALLEST <= path.stat().st_size <= _LARGEST:
+            yield name, path
 
 
 def _read_module(path: Path) -> Record:

@@ -46,16 +46,9 @@ class Step(NamedTuple):
 
 
 def render_chat(
-    tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    *,
-    template: str | None = None,
-    tools: Sequence[Any] | None = None,
-    variables: Mapping[str, Any] = MappingProxyType({}),
-    is_asking: bool,
+    tokenizer: Any, messages: Sequence[dict[str, Any]], *, is_asking: bool, **settings: Any
 ) -> str:
-    """Renders a whole chat (see `render_steps`)."""
-    settings: Any = {"template": template, "tools": tools, "variables": variables}
+    """Renders a whole chat; `render_steps` has the settings."""
     return render_steps(tokenizer, messages, [Step(len(messages), is_asking)], **settings)[0]
 
 

@@ -45,6 +45,8 @@ _NEEDED = {  # special tokens: the attribute's name or the token itself
     "llama2": ("bos_token", "eos_token"),
     "llama3": ("bos_token", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
+_REFUSES = "the chat template refuses it"
+_BEGINS_OTHERWISE = "the chat template begins a finished answer otherwise than it asks for it"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class ChatTemplate:
         try:
             turns = _learn_turns(self._write, self._special, sorted(stops))
         except RenderError as error:
-            turns = _explain(error)
+            turns = Broken(_REFUSES, str(error))
         if isinstance(turns, Broken):
             raise UserError(f"chat template ({self.name}): {turns}; set data.template to another")
         self._turns = turns
@@ -108,15 +110,13 @@ class ChatTemplate:
         try:
             texts = self.write_answers(chat)
         except RenderError as error:
-            return _explain(error)
+            return Broken(_REFUSES, str(error))
         is_one, end, previous, spans = True, 0, "", []
         for prompt, answered in zip(texts[::2], texts[1::2], strict=True):
             # A template may drop what it writes after an answer's end once another turn follows.
             is_one &= prompt.startswith(previous[:end])
             if not answered.startswith(prompt):
-                return Broken(
-                    "the chat template begins a finished answer otherwise than it asks for it"
-                )
+                return Broken(_BEGINS_OTHERWISE)
             end = len(prompt) + self._length_trained(answered[len(prompt) :])
             spans.append((len(prompt), end))
             previous = answered
@@ -127,11 +127,7 @@ class ChatTemplate:
         return list(compress(chats, trained))
 
     def write_answers(self, chat: Chat) -> list[str]:
-        """Renders, for every answer, the chat up to its prompt and up to its end.
-
-        Raises:
-          RenderError: the template cannot render it.
-        """
+        """Renders, per answer, the chat up to its prompt and up to its end; raises RenderError."""
         messages, tools = chat.messages, chat.tools
         if self._system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
@@ -196,11 +192,6 @@ class ChatTemplate:
             return stop.end()
         stripped = answer.rstrip()
         return len(stripped) if self._special_end.search(stripped) else len(answer)
-
-
-def _explain(error: RenderError) -> Broken:
-    """Turns a rendering error into the reason for a dropped chat."""
-    return Broken("the chat template refuses it", str(error))
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -298,13 +289,7 @@ class _Sight(NamedTuple):
 
 
 def _learn_turns(write: _Write, special: re.Pattern[str], stops: Sequence[str]) -> _Turns | Broken:
-    """Finds the marks that a template writes around answers.
-
-    Args:
-      stops: tokens at which the model stops.
-
-    Returns:
-      The marks; or why the template cannot be used.
+    """Finds the marks, or why the template cannot be used; `stops` end a text of the model.
 
     Raises:
       RenderError: the template cannot render a small chat.
@@ -357,7 +342,7 @@ def _look(
     with suppress(RenderError):  # a template may support single-turn chats only
         [last] = write(chat, [Step(3, True)], tools)
     if not full.startswith(prompt):
-        return Broken("the chat template begins a finished answer otherwise than it asks for it")
+        return Broken(_BEGINS_OTHERWISE)
     answer = full[len(prompt) :]
     lead, is_found, behind = answer.partition(answer_text)
     if _QUESTION not in prompt or not is_found:

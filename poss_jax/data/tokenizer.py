@@ -102,11 +102,7 @@ def load_tokenizer(folder: AnyPath) -> "transformers.PreTrainedTokenizerBase":
 
 
 def call_tokenizer(tokenizer: Any, texts: Any, **settings: Any) -> Any:
-    """Encodes texts, without a warning for long ones.
-
-    Raises:
-      UserError: the tokenizer cannot.
-    """
+    """Encodes texts without a warning for long ones; raises UserError if the tokenizer cannot."""
     with errors_of_tokenizer("this tokenizer fails on a text", "check its files"):
         return tokenizer(texts, verbose=False, **settings)
 
