@@ -263,13 +263,12 @@ class AnswerFiles:
             raise UserError(
                 f"output {output} exists and was not made here; name another file"
             ) from error
-        different = [key for key, value in made_from.items() if saved.get(key) != value]
-        if different:
-            key = different[0]
-            raise UserError(
-                f"output {output} was made otherwise ({key}: {saved.get(key)!r}, asked "
-                f"{made_from[key]!r}); name another file, or start from scratch with --overwrite"
-            )
+        for key, value in made_from.items():
+            if saved.get(key) != value:
+                raise UserError(
+                    f"output {output} was made otherwise ({key}: {saved.get(key)!r}, asked "
+                    f"{value!r}); name another file, or start from scratch with --overwrite"
+                )
         self._resume(window, made_from["questions"])
 
     def add(self, lines: Iterable[Line]) -> None:

@@ -78,15 +78,12 @@ class DraftStage:
 
     Attributes:
       config: shape of the model that is trained.
-      mesh: the devices it is trained on.
-      rows: rows to train on.
-      validation_rows: held-out rows.
+      rows: rows to train on; `validation_rows`: held-out ones.
       report: what both were made from.
-      tokenizer: tokenizer of both.
-      lookahead: how many tokens after its own a row predicts first.
     """
 
-    lookahead = 2  # a draft reads a row's feature and the token after it
+    # How many tokens after its own a row predicts first: it reads its feature and the next token.
+    lookahead = 2
 
     def __init__(self, config: TrainConfig, folder: AnyPath, mesh: Mesh) -> None:
         assert config.target is not None

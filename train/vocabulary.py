@@ -85,15 +85,9 @@ def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
 
 
 def choose_tokens(counts: np.ndarray, size: int) -> np.ndarray:
-    """Chooses the most frequent tokens (EAGLE-3's rule); ties go to the lowest ids.
+    """Chooses the most frequent tokens (EAGLE-3's rule) by their counts [V]; ids [size] int32.
 
-    So tokens that never occur fill the vocabulary from the lowest id.
-
-    Args:
-      counts: [V] from `count_trained`.
-
-    Returns:
-      [size] int32, ascending ids.
+    Ties go to the lowest ids, so tokens that never occur fill the vocabulary from the lowest id.
 
     Raises:
       UserError: the size is below 2 or above the number of tokens.

@@ -223,16 +223,12 @@ def _read_template(tokenizer: Any, name: str | None) -> str | None:
                 f"or the path of a .jinja file; as a file it fails: {one_line(error)}"
             ) from error
     vocabulary = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    missing = [
-        token
-        for token in _NEEDED[name]
-        if token not in vocabulary and getattr(tokenizer, token, None) is None
-    ]
-    if missing:
-        raise UserError(
-            f"data.template {name!r}: this tokenizer has no {missing[0]}; take the template that "
-            "the target was made with"
-        )
+    for token in _NEEDED[name]:
+        if token not in vocabulary and getattr(tokenizer, token, None) is None:
+            raise UserError(
+                f"data.template {name!r}: this tokenizer has no {token}; take the template that "
+                "the target was made with"
+            )
     return BUILT_IN[name]
 
 
