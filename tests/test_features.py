@@ -22,7 +22,6 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.data.prepared import Prepared
 from poss_jax.data.rows import Rows, batch_at, rows_at
 from poss_jax.model.sharding import make_mesh
-from train import features
 from train.devices import put_batch
 from train.features import (
     FeatureCache,
@@ -181,7 +180,7 @@ def test_a_folder_that_other_hosts_do_not_see_is_refused_before_anything_is_enco
 ):
     encode = MagicMock(side_effect=AssertionError("features are computed"))
     rows = Rows(*(np.zeros((7, 3), kind) for kind in (np.int32, bool, np.int32)))
-    monkeypatch.setattr(features, "_SEEN_SECONDS", 0)
+    monkeypatch.setattr("train.features._SEEN_SECONDS", 0)
     monkeypatch.setattr("train.features.broadcast_from_first", lambda _: True)  # each asks its own
     cache, not_seen = open_small(tmp_path / "cache"), "cache: this process does not see the folder"
     for ask in (
@@ -190,8 +189,8 @@ def test_a_folder_that_other_hosts_do_not_see_is_refused_before_anything_is_enco
     ):
         with pytest.raises(UserError, match=not_seen):
             ask(cache)
-    monkeypatch.setattr(features, "_SEEN_SECONDS", 60)
-    monkeypatch.setattr(features.time, "sleep", lambda _: written(tmp_path / "cache"))
+    monkeypatch.setattr("train.features._SEEN_SECONDS", 60)
+    monkeypatch.setattr("train.features.time.sleep", lambda _: written(tmp_path / "cache"))
     cache.check_seen()  # it came late
 
 

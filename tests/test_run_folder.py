@@ -277,7 +277,7 @@ def test_damaged_lines_of_metrics(tmp_path: Path) -> None:
     for cut in (b'{"step": 3, "va', lines[2].strip()):
         path.write_bytes(b"".join([*lines[:2], cut]))
         assert resume(folder) == (3, [1, 2])
-    for damaged in (b'{"step": 3, "va\n', b"[3]\n", b"{}\n", b"\n"):
+    for damaged in (b'{"step": 3, "va\n', b"\xff\n", b"[3]\n", b"{}\n", b"\n"):
         path.write_bytes(b"".join([lines[0], damaged, lines[2]]))
         with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is damaged"):
             resume(folder)

@@ -127,7 +127,7 @@ class RunFolder:
         def drop_later_metrics() -> None:
             if (path := self.path / "metrics.jsonl").exists():
                 kept = [line for step, _, line in self._logged() if step <= self.latest_step]
-                write_file(path, "".join(kept))
+                write_file(path, b"".join(kept).decode())
 
         broadcast_from_first(drop_later_metrics)
         return self._read(self.latest_step, state) if self.latest_step else state
@@ -248,14 +248,14 @@ class RunFolder:
         else:
             path.write_text((read_text(path) if path.exists() else "") + text)
 
-    def _logged(self) -> list[tuple[int, dict[str, Any], str]]:
+    def _logged(self) -> list[tuple[int, dict[str, Any], bytes]]:
         """Steps, metrics and lines of metrics.jsonl, without what a killed process left in part."""
         path = self.path / "metrics.jsonl"
-        lines = read_text(path).splitlines(keepends=True) if path.exists() else []
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         logged = []
         for number, line in enumerate(lines, start=1):
             try:
-                if line.endswith("\n"):
+                if line.endswith(b"\n"):
                     metrics = json.loads(line)
                     logged.append((metrics["step"], metrics, line))
             except (ValueError, LookupError, TypeError) as error:

@@ -34,8 +34,7 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
     """Runs (or resumes) one training run to its end, or until SIGTERM.
 
     Returns:
-      The printed summary: path of the model, its step and its validation; or
-      where the run stopped.
+      The printed summary: path of the model, its step and its validation; or where it stopped.
 
     Raises:
       UserError: bad input (an earlier run is left untouched), or the run diverged.
