@@ -177,7 +177,10 @@ def suggest(word: str, choices: Iterable[str], *, otherwise: str = "") -> str:
 
 def shorten(value: Any) -> str:
     """Formats a value for messages, cutting long ones."""
-    return reprlib.repr(value)
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python refuses to print more than 4300 digits
+        return "a number of too many digits"
 
 
 def cut(text: str, max_length: int = 100) -> str:
