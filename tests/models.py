@@ -15,6 +15,8 @@ import pytest
 from poss_jax.checkpoint.record import TargetIdentity, new_record
 from poss_jax.config.decoding import EngineConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, MeshConfig
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.engine.engine import Engine
 from poss_jax.learn.recursion import DraftInputs, first_version, predict, take_specialist, unroll
 from poss_jax.model.families import init_draft
@@ -123,6 +125,11 @@ def exact_pair(
     fc = np.concatenate([np.diag(signs), np.zeros((D, D), np.float32)], axis=1)
     target |= {"embed": {"weight": jnp.asarray(embed)}, "head": {"weight": jnp.asarray(head)}}
     return target, draft | {"fc": {"weight": jnp.asarray(fc)}}
+
+
+def decode_all(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
+    """Decodes until every sequence is done, without the host in between."""
+    return speculate.run_rounds(weights, config, request, speculate.start(weights, config, request))
 
 
 def stacked(params: Params) -> Params:

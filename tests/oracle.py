@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from models import random_draft, random_target
+from models import decode_all, random_draft, random_target
 from watch import Watch
 
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, top_children
 from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import Output, Request, StaticShape, Weights
@@ -98,7 +97,7 @@ def draw_request(
 def _alone(weights: Weights, llama: LlamaConfig, request: Request) -> Output:
     """Autoregressive text; one program serves every tree."""
     config = StaticShape(llama, None, TreeConfig(depth=1, top_k=1, total_tokens=2), ROWS)
-    return speculate.generate(weights, config, request).output
+    return decode_all(weights, config, request).output
 
 
 class Shape:
@@ -131,7 +130,7 @@ class Shape:
                 llama, draft, tree, ROWS, chunk=8, children=children, lookup=lookup
             )
             with self._watch.tracing():
-                return speculate.generate(weights, config, request)
+                return decode_all(weights, config, request)
 
         self._with_oracle = jax.jit(with_oracle)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from models import certain_pair, tiny_llama
+from models import certain_pair, decode_all, tiny_llama
 from toy import check_round, draw_world
 from watch import Watch
 
@@ -86,9 +86,9 @@ def program(shape: tuple[int, int, int] | None, watch: Watch | None = None) -> G
 
     def generate(weights: Weights, request: Request) -> Output:
         if watch is None:
-            return speculate.generate(weights, config, request).output
+            return decode_all(weights, config, request).output
         with watch.tracing():
-            return speculate.generate(weights, config, request).output
+            return decode_all(weights, config, request).output
 
     return jax.jit(generate)
 

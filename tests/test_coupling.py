@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import METHODS, load_golden, read_json
+from models import decode_all
 from test_golden import pad_prompts
 from test_sampling import settings, text_of
 from watch import Watch
 
 from poss_jax.config.models import DraftConfig, Drafting, TreeConfig
-from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, coupled_children, top_children
 from poss_jax.decode.sampling import draw_noise
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
@@ -62,7 +62,7 @@ def test_greedy_sequences_are_drafted_as_by_eagle():
 @partial(jax.jit, static_argnums=1)
 def generate(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
     with WATCH.tracing():
-        return speculate.generate(weights, config, request)
+        return decode_all(weights, config, request)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import exact_pair, random_draft, random_target, stacked, tiny_llama
+from models import decode_all, exact_pair, random_draft, random_target, stacked, tiny_llama
 from scipy import stats
 from test_sampling import settings
 
@@ -87,7 +87,7 @@ def sample(name: str | None, *, world: str = "sure") -> np.ndarray:
             stop_ids=jnp.asarray([[-1]], jnp.int32),
             sampling=settings(BATCH, **GIVEN[world]).replace(seed=seeds),
         )
-        tokens = speculate.generate(weights, config, request).output.tokens[:, :LENGTH]
+        tokens = decode_all(weights, config, request).output.tokens[:, :LENGTH]
         return tokens @ jnp.asarray(V ** np.arange(LENGTH)[::-1], jnp.int32)
 
     seeds = np.arange(NUM_SAMPLES, dtype=np.uint32).reshape(-1, BATCH)

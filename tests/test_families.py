@@ -13,7 +13,15 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from models import IDENTITY, random_draft, random_target, random_tokens, stacked, tiny_llama
+from models import (
+    IDENTITY,
+    decode_all,
+    random_draft,
+    random_target,
+    random_tokens,
+    stacked,
+    tiny_llama,
+)
 from oracle import greedy_request
 
 from poss_jax.checkpoint.folder import load_draft
@@ -141,7 +149,7 @@ def test_it_is_decoded_with(config):
         alone = drafted._replace(draft=None)
         state = speculate.start(weights, drafted, request)
         tree = speculate.draft_tree(weights, drafted, request, state, None)
-        texts = (speculate.generate(weights, shape, request) for shape in (drafted, alone))
+        texts = (decode_all(weights, shape, request) for shape in (drafted, alone))
         return tree.tokens, *(state.output.tokens[:, :12] for state in texts)
 
     trees = []

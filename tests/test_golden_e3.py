@@ -13,7 +13,7 @@ from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftData, DraftTask, own_head, prepare_draft_data
 from poss_jax.model.cache import init_cache
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.target import prefill, stack_layers
+from poss_jax.model.target import read_logits, run_layers, stack_layers
 
 
 @pytest.fixture(scope="module", params=METHODS_E3)
@@ -34,22 +34,14 @@ def test_inner_states_and_logits_of_the_target(tmp_path_factory):
     def run(params):
         size = {"num_layers": golden.llama.num_layers, "size": tokens.shape[1]}
         cache = init_cache(golden.llama, **size, rope_length=lengths, dtype=jnp.float32)
-        return prefill(
-            params,
-            golden.llama,
-            cache,
-            tokens,
-            lengths,
-            chunk=tokens.shape[1],
-            aux_layers=aux_layers,
-            visit=lambda carry, first, features: features,
-            carry=jnp.zeros_like(recorded["aux_hidden"]),
-        )
+        depths = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        rows = tokens, depths, None, aux_layers
+        hidden, features, _ = run_layers(params, golden.llama, cache, *rows)
+        return features, read_logits(params, hidden)
 
-    out = run(golden.target)
-    np.testing.assert_allclose(out.visited, recorded["aux_hidden"], atol=3e-5)
-    np.testing.assert_allclose(out.features[:, 0], recorded["aux_hidden"][:, -1], atol=3e-5)
-    np.testing.assert_allclose(out.logits, recorded["logits"][:, -1], atol=3e-5)
+    features, logits = run(golden.target)
+    np.testing.assert_allclose(features, recorded["aux_hidden"], atol=3e-5)
+    np.testing.assert_allclose(logits, recorded["logits"], atol=3e-5)
 
 
 @pytest.mark.parametrize(

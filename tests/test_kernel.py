@@ -10,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import make_engine, random_target, tiny_llama
+from oracle import greedy_request
 
 from poss_jax import UserError
 from poss_jax.config import processor
+from poss_jax.config.models import TreeConfig
 from poss_jax.config.paths import child_python
 from poss_jax.config.processor import SETTING, int8_products
+from poss_jax.decode import speculate
+from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.model import kernel, target
 from poss_jax.model.cache import attend_cached, init_cache
 from poss_jax.model.layers import rms_norm, rotate
@@ -246,12 +250,9 @@ def test_no_neighbour_changes_the_bits_of_a_row(chunk):
         newest, one_by_one = step(params, config, one_by_one, jnp.asarray([token]))
         logits.append(np.asarray(newest[0]))
 
-    lengths, num_chunks = jnp.asarray([30]), -(-30 // chunk)
-    state = target.begin_prefill(params, config, cache)
-    state = target.run_chunks(
-        params, config, state, jnp.asarray(tokens), lengths, (0, num_chunks), chunk=chunk
-    )
-    prefilled = target.end_prefill(params, state, lengths)
+    request = greedy_request(tokens[0].tolist(), limit=34)
+    shape = StaticShape(config, None, TreeConfig(), rows=64, chunk=chunk)
+    prefilled = jax.jit(speculate.prefill, static_argnums=1)(Weights(params, {}), shape, request)
     np.testing.assert_array_equal(prefilled.logits[0], logits[-1])
     caches = (cache.k + cache.v for cache in (prefilled.cache, one_by_one))
     for got, want in zip(*caches, strict=True):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import random_draft, random_target, tiny_llama
+from models import decode_all, random_draft, random_target, tiny_llama
 from scipy import stats
 from test_sampling import settings
 from watch import tree_faults
@@ -142,7 +142,7 @@ def request(*rows: int, seed: int = 0) -> Request:
 
 @partial(jax.jit, static_argnums=1)
 def generate(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
-    return speculate.generate(weights, config, request)
+    return decode_all(weights, config, request)
 
 
 def texts(request: Request, config: StaticShape = CONFIG) -> list[list[int]]:

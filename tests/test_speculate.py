@@ -5,11 +5,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from models import random_draft, random_target, stacked, tiny_llama
+from models import decode_all, random_draft, random_target, stacked, tiny_llama
 from oracle import Shape, greedy_request
 
 from poss_jax.config.models import DraftConfig, RopeConfig, TreeConfig
-from poss_jax.decode import speculate
 from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.model.specialists import borrow_from_target, share_keys_values
 
@@ -91,7 +90,7 @@ def test_shared_keys_and_values_take_one_cache():
 
     def run(config: DraftConfig):
         decode = StaticShape(llama, config, TreeConfig(depth=3, top_k=2, total_tokens=6), 64)
-        state = jax.jit(lambda: speculate.generate(weights, decode, request))()
+        state = jax.jit(lambda: decode_all(weights, decode, request))()
         return len(state.draft.cache.k), state.output
 
     num_own, of_own = run(own)

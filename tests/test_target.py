@@ -1,5 +1,6 @@
 """The target against `transformers`, and its ways through the cache against plain encoding."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,14 +9,17 @@ import numpy as np
 import pytest
 from convert_sources import run as convert
 from jax import lax
-from models import random_target, random_tokens, stacked, tiny_llama
+from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 
 from poss_jax.checkpoint.folder import load_target
-from poss_jax.config.models import LlamaConfig, RopeConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
+from poss_jax.decode import speculate
+from poss_jax.decode.state import Request, StaticShape, Weights
 from poss_jax.decode.tree import make_tree, root_tree
-from poss_jax.model.cache import KVCache, init_cache
+from poss_jax.model.cache import KVCache
 from poss_jax.model.documents import encode
-from poss_jax.model.target import decode, prefill, read_logits, verify
+from poss_jax.model.specialists import borrow_from_target
+from poss_jax.model.target import decode, read_logits, verify
 
 LENGTHS, PROMPT_SIZE, NUM_STEPS, CHUNK = (5, 12), 14, 6, 4
 ENDS = tuple(length + NUM_STEPS for length in LENGTHS)
@@ -27,21 +31,20 @@ CONFIG = tiny_llama(
 )
 
 
-def empty_cache(config: LlamaConfig, dtype=jnp.float32) -> KVCache:
-    return init_cache(
-        config,
-        num_layers=config.num_layers,
-        size=4 * CHUNK + 16,
-        rope_length=jnp.array(ENDS, jnp.int32),
-        dtype=dtype,
-    )
+def prompts_of(params, config: LlamaConfig, tokens, *, chunk=CHUNK, draft=None):
+    """Weights, shapes and the request of prompts of `LENGTHS`."""
+    drafted, weights = (None, {}) if draft is None else draft
+    lengths, limits = jnp.array(LENGTHS, jnp.int32), jnp.full(len(LENGTHS), NUM_STEPS, jnp.int32)
+    tree = TreeConfig(depth=1, top_k=1, total_tokens=2)
+    shape = StaticShape(config, drafted, tree, rows=4 * CHUNK + 16, chunk=chunk)
+    request = Request(tokens[:, :PROMPT_SIZE], lengths, limits, stop_ids=jnp.full((1, 1), -1))
+    return Weights(params, weights), shape, request
 
 
 def read_through_cache(params, config: LlamaConfig, tokens):
     """(logits, features) of rows length - 1 to the end, by prefill and decode steps."""
     lengths = jnp.array(LENGTHS, jnp.int32)
-    cache = empty_cache(config, params["embed"]["weight"].dtype)
-    out = prefill(params, config, cache, tokens[:, :PROMPT_SIZE], lengths, chunk=CHUNK)
+    out = speculate.prefill(*prompts_of(params, config, tokens))
     tree = root_tree(tokens[:, 0])
 
     def step(cache, index):
@@ -195,8 +198,7 @@ def test_each_node_of_a_tree_reads_its_own_path(target):
 
     @jax.jit
     def run(params, tokens, tree, texts):
-        cache, lengths = empty_cache(CONFIG), jnp.array(LENGTHS, jnp.int32)
-        cache = prefill(params, CONFIG, cache, tokens, lengths, chunk=CHUNK).cache
+        cache = speculate.prefill(*prompts_of(params, CONFIG, tokens)).cache
         out = verify(params, CONFIG, cache, tree.tokens, tree.depths, tree.ancestors)
         return out, encode(stacked(params), CONFIG, texts)
 
@@ -219,9 +221,12 @@ def test_rows_beyond_the_length_and_padding_are_never_read(target):
 
     @jax.jit
     def run(tokens, is_spoilt):
-        cache = empty_cache(CONFIG)
-        cache = lax.cond(is_spoilt, spoil, lambda cache, _: cache, cache, 0 * lengths)
-        prompt = prefill(target, CONFIG, cache, tokens, lengths, chunk=CHUNK)
+        weights, shape, request = prompts_of(target, CONFIG, tokens)
+        empty = speculate.begin_prefill(weights, shape, request)
+        cache = lax.cond(is_spoilt, spoil, lambda cache, _: cache, empty.cache, 0 * lengths)
+        chunks = 0, -(-max(LENGTHS) // CHUNK)
+        state = speculate.run_chunks(weights, shape, request, empty.replace(cache=cache), chunks)
+        prompt = speculate.end_prefill(weights, request, state)
         cache = lax.cond(is_spoilt, spoil, lambda cache, _: cache, prompt.cache, lengths)
         nodes = verify(target, CONFIG, cache, tree.tokens, tree.depths, tree.ancestors)
         following = decode(target, CONFIG, cache, tree.tokens[:, 0])[0]
@@ -237,29 +242,24 @@ def test_rows_beyond_the_length_and_padding_are_never_read(target):
 
 @pytest.mark.parametrize("chunk", [3, 16])
 def test_prefill_in_chunks_of_any_size(target, chunk):
-    """Every row's features are visited in order; the cache holds the same keys and values."""
-    tokens, lengths = random_tokens(CONFIG, 2, PROMPT_SIZE), jnp.array(LENGTHS, jnp.int32)
-
-    def collect(seen, first, features):
-        return lax.dynamic_update_slice_in_dim(seen, features, first, axis=1)
+    """Both caches hold the same keys and values; the draft's are of every row's features."""
+    tokens = random_tokens(CONFIG, 2, PROMPT_SIZE)
+    config = DraftConfig(layer=replace(CONFIG, num_layers=1))
+    draft = config, borrow_from_target(random_draft(config), target, None)
 
     @partial(jax.jit, static_argnums=0)
     def run(chunk):
-        seen = jnp.zeros((2, 32, CONFIG.hidden_size))
-        cache = empty_cache(CONFIG)
-        given = {"chunk": chunk, "visit": collect, "carry": seen}
-        return prefill(target, CONFIG, cache, tokens, lengths, **given)
+        return speculate.prefill(*prompts_of(target, CONFIG, tokens, chunk=chunk, draft=draft))
 
     whole, out = run(PROMPT_SIZE), run(chunk)
     np.testing.assert_array_equal(out.cache.length, LENGTHS)
-    for row, length in enumerate(LENGTHS):
-        stored = (*out.cache.k, *out.cache.v), (*whole.cache.k, *whole.cache.v)
-        for got, want in zip(*stored, strict=True):
-            np.testing.assert_allclose(got[row, :, :length], want[row, :, :length], atol=1e-5)
-        np.testing.assert_allclose(
-            out.visited[row, :length], whole.visited[row, :length], atol=1e-5
-        )
-        np.testing.assert_allclose(out.features[row, 0], whole.visited[row, length - 1], atol=1e-5)
+    for name, num_unpaired in (("cache", 0), ("draft_cache", 1)):
+        got, want = ([*cache.k, *cache.v] for cache in (getattr(x, name) for x in (out, whole)))
+        for row, length in enumerate(LENGTHS):
+            kept = np.s_[row, :, : length - num_unpaired]
+            for rows in zip(got, want, strict=True):
+                np.testing.assert_allclose(*(x[kept] for x in rows), atol=1e-5)
+    np.testing.assert_allclose(out.features, whole.features, atol=1e-5)
     np.testing.assert_allclose(out.logits, whole.logits, atol=1e-5)
 
 

@@ -19,9 +19,9 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 
 from poss_jax import Engine, SamplingConfig, UserError
 from poss_jax.config.models import LlamaConfig, RopeConfig
-from poss_jax.model.cache import init_cache
+from poss_jax.model.cache import KVCache, commit_rows, init_cache
 from poss_jax.model.linear import linear
-from poss_jax.model.target import compute_dtype, prefill
+from poss_jax.model.target import compute_dtype, run_layers
 from poss_jax.shapes import Array, Float, Int, Params
 
 CHUNK = 64
@@ -197,12 +197,18 @@ def score_texts(
     """
     B, T = tokens.shape
     following = jnp.roll(tokens, -1, axis=1)
+    depths = jnp.broadcast_to(jnp.arange(CHUNK)[None], (B, CHUNK))
 
-    def visit(log_probs: Array, first: Array, features: Array) -> Array:
-        logits = linear(features, target["head"]["weight"]).astype(jnp.float32) / temperature
-        taken = lax.dynamic_slice_in_dim(following, first, CHUNK, axis=1)[..., None]
-        chunk = jnp.take_along_axis(jax.nn.log_softmax(logits), taken, axis=-1)[..., 0]
-        return lax.dynamic_update_slice_in_dim(log_probs, chunk, first, axis=1)
+    def score_chunk(index: Array, state: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
+        (cache, log_probs), first = state, index * CHUNK
+        new, taken = (
+            lax.dynamic_slice_in_dim(x, first, CHUNK, axis=1) for x in (tokens, following)
+        )
+        hidden, _, rows = run_layers(target, config, cache, new, depths, None)
+        logits = linear(hidden, target["head"]["weight"]).astype(jnp.float32) / temperature
+        chunk = jnp.take_along_axis(jax.nn.log_softmax(logits), taken[..., None], axis=-1)[..., 0]
+        log_probs = lax.dynamic_update_slice_in_dim(log_probs, chunk, first, axis=1)
+        return commit_rows(cache, rows, jnp.full_like(lengths, CHUNK)), log_probs
 
     cache = init_cache(
         config,
@@ -211,9 +217,9 @@ def score_texts(
         rope_length=lengths,
         dtype=compute_dtype(target),
     )
-    carry = jnp.zeros((B, T), jnp.float32)
-    out = prefill(target, config, cache, tokens, lengths, chunk=CHUNK, visit=visit, carry=carry)
-    return jnp.pad(out.visited[:, :-1], ((0, 0), (1, 0)))
+    empty = cache, jnp.zeros((B, T), jnp.float32)
+    _, log_probs = lax.fori_loop(0, (lengths.max() + CHUNK - 1) // CHUNK, score_chunk, empty)
+    return jnp.pad(log_probs[:, :-1], ((0, 0), (1, 0)))
 
 
 def _power_of_two(length: int) -> int:

@@ -16,7 +16,16 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
 from poss_jax.decode.lookup import copy_chain, draft_unless_copied, merge
 from poss_jax.decode.sampling import History, draw, draw_noise, forbid, shift_logits
-from poss_jax.decode.state import DecodeState, DraftState, Output, Request, StaticShape, Weights
+from poss_jax.decode.state import (
+    DecodeState,
+    DraftState,
+    Output,
+    Prefill,
+    Prefilled,
+    Request,
+    StaticShape,
+    Weights,
+)
 from poss_jax.decode.tree import Candidates, Tree, root_tree, select
 from poss_jax.decode.verify import (
     Acceptance,
@@ -47,7 +56,7 @@ def first_state(
     weights: Weights,
     config: StaticShape,
     request: Request,
-    out: targets.Prefilled,
+    out: Prefilled,
     allowed: UInt[Array, "B words"] | None = None,
 ) -> DecodeState:
     """Chooses the first token after prompts already run through target and draft.
@@ -76,13 +85,13 @@ def first_state(
         logprobs=first_logprobs(out.logits, root, count=config.num_logprobs, rows=config.rows),
     )
     draft = None
-    if config.draft is not None:
-        cache, num_pairs = out.visited.replace(length=request.lengths - 1), jnp.ones_like(root)
+    if config.draft is not None and out.draft_cache is not None:
+        cache, num_pairs = out.draft_cache.replace(length=request.lengths - 1), jnp.ones_like(root)
         draft = _commit_draft(weights, config.draft, cache, root[:, None], out.features, num_pairs)
     return DecodeState(out.cache, draft, root, output)
 
 
-def prefill(weights: Weights, config: StaticShape, request: Request) -> targets.Prefilled:
+def prefill(weights: Weights, config: StaticShape, request: Request) -> Prefilled:
     """The target's pass over the prompts; fills the draft's cache with all pairs but the last.
 
     The last pair of a prompt needs the first chosen token.
@@ -90,24 +99,25 @@ def prefill(weights: Weights, config: StaticShape, request: Request) -> targets.
     num_chunks = (highest_of_groups(request.lengths.max()) + config.chunk - 1) // config.chunk
     begun = begin_prefill(weights, config, request)
     state = run_chunks(weights, config, request, begun, (0, num_chunks))
-    return targets.end_prefill(weights.target, state, request.lengths)
+    return end_prefill(weights, request, state)
 
 
-def begin_prefill(weights: Weights, config: StaticShape, request: Request) -> targets.Prefill:
-    """Makes empty caches for target and draft."""
+def begin_prefill(weights: Weights, config: StaticShape, request: Request) -> Prefill:
+    """The state before the first chunk: empty caches for target and draft."""
+    target, draft = config.target, config.draft
+    dtype = targets.compute_dtype(weights.target)
     make_cache = partial(
         init_cache,
         size=config.rows,
         rope_length=request.lengths + request.max_new_tokens,
-        dtype=targets.compute_dtype(weights.target),
+        dtype=dtype,
     )
-    draft = config.draft
-    return targets.begin_prefill(
-        weights.target,
-        config.target,
-        make_cache(config.target, num_layers=config.target.num_layers),
-        aux_layers=config.aux_layers,
-        carry=make_cache(draft.layer, num_layers=config.num_streams) if draft else None,
+    hidden = jnp.zeros((len(request.lengths), 1, target.hidden_size), dtype)
+    return Prefill(
+        cache=make_cache(target, num_layers=target.num_layers),
+        hidden=hidden,
+        features=jnp.concatenate([hidden] * max(len(config.aux_layers), 1), axis=-1),
+        draft_cache=make_cache(draft.layer, num_layers=config.num_streams) if draft else None,
     )
 
 
@@ -116,32 +126,48 @@ def run_chunks(
     weights: Weights,
     config: StaticShape,
     request: Request,
-    prefill: targets.Prefill,
+    prefill: Prefill,
     chunks: tuple[Array | int, Array | int],
-) -> targets.Prefill:
-    """Runs chunks of the prompts, from the first index up to the second."""
-    padding = -request.tokens.shape[1] % config.chunk
+) -> Prefill:
+    """Runs chunks of the prompts through target and draft and commits them.
+
+    Args:
+      prefill: all chunks before.
+      chunks: index of the first chunk to run, and one past the last.
+    """
+    size = config.chunk
+    padding = -request.tokens.shape[1] % size
+    tokens = jnp.pad(request.tokens, ((0, 0), (0, padding)))
     following = jnp.pad(request.tokens[:, 1:], ((0, 0), (0, padding + 1)))
+    depths = jnp.broadcast_to(jnp.arange(size)[None], (len(tokens), size))
 
-    def append_pairs(cache: KVCache | None, first: Array, features: Array) -> KVCache | None:
-        if config.draft is None or cache is None:
-            return None
-        tokens = lax.dynamic_slice_in_dim(following, first, config.chunk, axis=1)
-        x = drafting.join_pairs(weights.draft, config.draft, tokens, features)
-        num_pairs = jnp.full_like(request.lengths, config.chunk)
-        return drafting.commit_pairs(weights.draft, config.draft, cache, x, num_pairs)[0]
+    def run(index: Array, state: Prefill) -> Prefill:
+        first = index * size
+        new = lax.dynamic_slice_in_dim(tokens, first, size, axis=1)
+        hidden, features, rows = targets.run_layers(
+            weights.target, config.target, state.cache, new, depths, None, config.aux_layers
+        )
+        num_rows, last = jnp.full_like(request.lengths, size), request.lengths - 1 - first
+        cache = commit_rows(state.cache, rows, num_rows)
+        hidden = _last_row(state.hidden, hidden, last)
+        last_features = _last_row(state.features, features, last)
+        draft_cache = state.draft_cache
+        if config.draft is not None and draft_cache is not None:
+            new = lax.dynamic_slice_in_dim(following, first, size, axis=1)
+            x = drafting.join_pairs(weights.draft, config.draft, new, features)
+            draft_cache, _ = drafting.commit_pairs(
+                weights.draft, config.draft, draft_cache, x, num_rows
+            )
+        return Prefill(cache, hidden, last_features, draft_cache)
 
-    return targets.run_chunks(
-        weights.target,
-        config.target,
-        prefill,
-        request.tokens,
-        request.lengths,
-        chunks,
-        chunk=config.chunk,
-        aux_layers=config.aux_layers,
-        visit=append_pairs,
-    )
+    return lax.fori_loop(*chunks, run, prefill)
+
+
+def end_prefill(weights: Weights, request: Request, prefill: Prefill) -> Prefilled:
+    """Finishes prompts whose chunks have all run."""
+    logits = targets.read_logits(weights.target, prefill.hidden)[:, 0]
+    cache = prefill.cache.replace(length=request.lengths)
+    return Prefilled(logits, prefill.features, cache, prefill.draft_cache)
 
 
 def run_round(
@@ -314,11 +340,6 @@ def commit(
     return DecodeState(cache, draft, root[:, 0], output)
 
 
-def generate(weights: Weights, config: StaticShape, request: Request) -> DecodeState:
-    """Decodes until every sequence is done, without the host in between."""
-    return run_rounds(weights, config, request, start(weights, config, request))
-
-
 def run_rounds(
     weights: Weights, config: StaticShape, request: Request, state: DecodeState
 ) -> DecodeState:
@@ -425,6 +446,15 @@ def _commit_draft(
     cache, x = drafting.commit_pairs(weights.draft, config, cache, x, num_pairs)
     last = jnp.take_along_axis(x, jnp.maximum(num_pairs - 1, 0)[:, None, None], axis=1)
     return DraftState(cache=cache, root_input=last)
+
+
+def _last_row(
+    last: Float[Array, "B 1 F"], rows: Float[Array, "B T F"], index: Int[Array, " B"]
+) -> Float[Array, "B 1 F"]:
+    """Picks each sequence's row if this chunk has it; else keeps the old one."""
+    T = rows.shape[1]
+    taken = jnp.take_along_axis(rows, jnp.clip(index, 0, T - 1)[:, None, None], axis=1)
+    return jnp.where(((index >= 0) & (index < T))[:, None, None], taken, last)
 
 
 def _is_stop(tokens: Int[Array, "B A"], request: Request) -> Bool[Array, "B A"]:

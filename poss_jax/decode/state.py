@@ -111,6 +111,24 @@ class Request(struct.PyTreeNode):
     lookup: Array | None = None  # [B] bool
 
 
+class Prefill(struct.PyTreeNode):
+    """Prompts on their way into the caches, chunk by chunk."""
+
+    cache: KVCache  # the target's, of the chunks so far
+    hidden: Array  # [B 1 D], final hidden state of each prompt's last row, once its chunk has run
+    features: Array  # [B 1 F], features of that row, F = D, or D per layer that the draft reads
+    draft_cache: KVCache | None  # None without a draft
+
+
+class Prefilled(NamedTuple):
+    """Prompts in the caches."""
+
+    logits: Array  # [B V] float32, logits of each prompt's last row
+    features: Array  # [B 1 F], features of that row, F as in `Prefill`
+    cache: KVCache  # the target's, all prompts committed
+    draft_cache: KVCache | None  # every prompt's (feature, token) pairs but the last
+
+
 class DraftState(struct.PyTreeNode):
     """State that the draft carries from round to round."""
 

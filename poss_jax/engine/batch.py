@@ -183,7 +183,7 @@ class FixedBatch(Batch):
         prefill = steps.begin(self.weights, config, request)
         chunks = np.int32(0), np.int32(self._num_chunks)
         prefill = steps.extend(self.weights, config, request, prefill, chunks)
-        caches, last = (prefill.cache, prefill.carry), (prefill.hidden, prefill.features)
+        caches, last = (prefill.cache, prefill.draft_cache), (prefill.hidden, prefill.features)
         allowed = [] if masks is None else [masks]
         batch = self.weights, self.config, self.request
         self.state, rounds = steps.choose_first(*batch, caches, last, *allowed)

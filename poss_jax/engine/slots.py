@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.decode.state import Request, StaticShape, Weights
+from poss_jax.decode.state import Prefill, Request, StaticShape, Weights
 from poss_jax.decode.verify import Logprobs
 from poss_jax.engine import steps
 from poss_jax.engine.batch import Batch, RoundKind, score_chunks
@@ -48,7 +48,6 @@ from poss_jax.engine.prompts import (
 from poss_jax.engine.rounds import PackedRounds
 from poss_jax.engine.steps import Block
 from poss_jax.engine.trees import cover_trees, tree_for
-from poss_jax.model.target import Prefill
 from poss_jax.shapes import Params
 
 

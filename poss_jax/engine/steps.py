@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from poss_jax.decode import speculate
 from poss_jax.decode.rejection import DrawnTree
-from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
+from poss_jax.decode.state import DecodeState, Prefill, Request, StaticShape, Weights
 from poss_jax.decode.tree import Tree, make_tree
 from poss_jax.decode.verify import Logprobs, token_logprobs
 from poss_jax.engine.prompts import make_request
@@ -32,7 +32,6 @@ from poss_jax.engine.rounds import PackedRounds, pack_first, pack_new
 from poss_jax.model import target as targets
 from poss_jax.model.cache import KeysValues, KVCache, commit_rows, cut_rows
 from poss_jax.model.sharding import highest_of_groups, partition_state
-from poss_jax.model.target import Prefill
 from poss_jax.shapes import Array, Bool, Float, Int, UInt
 
 _BLOCK = 64  # scored rows whose logits are held at once; a larger chunk is a multiple
@@ -153,7 +152,7 @@ def _cut_block(
     def cut(cache: KVCache) -> KeysValues:
         return cut_rows(cache, first, count=config.chunk)
 
-    return cut(prefill.cache), prefill.carry and cut(prefill.carry)
+    return cut(prefill.cache), prefill.draft_cache and cut(prefill.draft_cache)
 
 
 def _append_block(
@@ -166,8 +165,10 @@ def _append_block(
         return commit_rows(cache, rows, jnp.full_like(cache.length, config.chunk))
 
     of_target, of_draft = block
-    carry = of_draft and append(prefill.carry, of_draft)
-    return prefill.replace(cache=append(prefill.cache, of_target), carry=carry)
+    draft_cache = prefill.draft_cache
+    if draft_cache is not None and of_draft is not None:
+        draft_cache = append(draft_cache, of_draft)
+    return prefill.replace(cache=append(prefill.cache, of_target), draft_cache=draft_cache)
 
 
 def _choose_first(
@@ -180,7 +181,7 @@ def _choose_first(
 ) -> tuple[DecodeState, PackedRounds]:
     """Chooses the first token of prefilled prompts; their caches are donated."""
     prefill = Prefill(caches[0], *last, caches[1])
-    out = targets.end_prefill(weights.target, prefill, request.lengths)
+    out = speculate.end_prefill(weights, request, prefill)
     state = speculate.first_state(weights, config, request, out, allowed)
     return state, pack_first(state.output)
 
@@ -196,7 +197,7 @@ def _insert(
     allowed: UInt[Array, "1 words"],
 ) -> tuple[Request, DecodeState, PackedRounds]:
     """Chooses the first token of a prefilled prompt, and gives the request a slot."""
-    parts = (prefill.cache, prefill.carry), (prefill.hidden, prefill.features)
+    parts = (prefill.cache, prefill.draft_cache), (prefill.hidden, prefill.features)
     first, rounds = _choose_first(weights, config, new_request, *parts, allowed)
 
     def write(stored: Array, new: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The frozen Llama: prefill in chunks, one-token decode, and tree verification.
+"""The frozen Llama: its layers over cached rows, one-token decode, and tree verification.
 
 A feature is the hidden state after the final norm, `logits = features @ head.T`; for drafts that
 read inner layers, it is the concatenated inputs of these layers (the residual stream, no norm).
@@ -9,12 +9,10 @@ tied model holds the same array twice. Decoding takes a list of layers, training
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from poss_jax.config.models import LlamaConfig
 from poss_jax.model.cache import KeysValues, KVCache, attend_cached, commit_rows
@@ -30,7 +28,6 @@ from poss_jax.model.layers import (
     zero_outputs,
 )
 from poss_jax.model.linear import linear
-from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 TARGET = {
@@ -42,29 +39,11 @@ TARGET = {
 """Every parameter that a target may have."""
 
 
-class Prefilled(NamedTuple):
-    """Prompts in the cache."""
-
-    logits: Array  # [B V] float32, logits of each prompt's last row
-    features: Array  # [B 1 F], features of each prompt's last row, F = D, or D per requested layer
-    cache: KVCache  # holds all prompts, committed
-    visited: Any  # last return value of `visit`
-
-
-class Prefill(struct.PyTreeNode):
-    """Prompts on their way into the cache, chunk by chunk."""
-
-    cache: KVCache  # the chunks so far
-    hidden: Array  # [B 1 D], final hidden state of each prompt's last row, once its chunk has run
-    features: Array  # [B 1 F], features of that row, F as in `Prefilled`
-    carry: Any  # last return value of `visit`
-
-
 class Verified(struct.PyTreeNode):
     """The target's output for the nodes of a tree."""
 
     logits: Array  # [B M V] float32, logits of every node
-    features: Array  # [B M F], features of every node, F as in `Prefilled`
+    features: Array  # [B M F], features of every node, F = D, or D per requested layer
     rows: KeysValues  # their keys and values, not yet in the cache
 
 
@@ -142,95 +121,6 @@ def embed(weight: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array
     return jnp.take(weight, tokens, axis=0)
 
 
-def prefill(
-    params: Params,
-    config: LlamaConfig,
-    cache: KVCache,
-    tokens: Int[Array, "B P"],
-    lengths: Int[Array, " B"],
-    *,
-    chunk: int,
-    aux_layers: tuple[int, ...] = (),
-    visit: Callable[[Any, Array, Array], Any] = lambda carry, first, features: carry,
-    carry: Any = None,
-) -> Prefilled:
-    """Runs whole prompts through an empty cache; see `begin_prefill` and `run_chunks`."""
-    begun = begin_prefill(params, config, cache, aux_layers=aux_layers, carry=carry)
-    num_chunks = (highest_of_groups(lengths.max()) + chunk - 1) // chunk
-    settings: Any = {"chunk": chunk, "aux_layers": aux_layers, "visit": visit}
-    state = run_chunks(params, config, begun, tokens, lengths, (0, num_chunks), **settings)
-    return end_prefill(params, state, lengths)
-
-
-def begin_prefill(
-    params: Params,
-    config: LlamaConfig,
-    cache: KVCache,
-    *,
-    aux_layers: tuple[int, ...] = (),
-    carry: Any = None,
-) -> Prefill:
-    """Makes the state before the first chunk.
-
-    Args:
-      cache: empty.
-      aux_layers: layers whose inputs are the features; empty: the final hidden state. Static.
-      carry: first carry of `visit`.
-    """
-    hidden = jnp.zeros((len(cache.length), 1, config.hidden_size), compute_dtype(params))
-    features = jnp.concatenate([hidden] * max(len(aux_layers), 1), axis=-1)
-    return Prefill(cache=cache, hidden=hidden, features=features, carry=carry)
-
-
-def run_chunks(
-    params: Params,
-    config: LlamaConfig,
-    prefill: Prefill,
-    tokens: Int[Array, "B P"],
-    lengths: Int[Array, " B"],
-    chunks: tuple[Array | int, Array | int],
-    *,
-    chunk: int,
-    aux_layers: tuple[int, ...] = (),
-    visit: Callable[[Any, Array, Array], Any] = lambda carry, first, features: carry,
-) -> Prefill:
-    """Runs some chunks of prompts, padded on the right, through the target and commits them.
-
-    Args:
-      prefill: all chunks before; its cache has at least P rows, rounded up to chunks.
-      tokens: prompts, padded with any token.
-      lengths: tokens of each prompt, at least 1.
-      chunks: index of the first chunk to run, and one past the last.
-      chunk: tokens of each prompt per forward. Static.
-      aux_layers: see `begin_prefill`.
-      visit: (carry, first row of a chunk, its features [B chunk F]) -> carry.
-    """
-    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
-    depths = jnp.broadcast_to(jnp.arange(chunk)[None], (len(tokens), chunk))
-
-    def run(index: Array, state: Prefill) -> Prefill:
-        first = index * chunk
-        new = lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
-        hidden, features, rows = _run_layers(
-            params, config, state.cache, new, depths, None, aux_layers
-        )
-        return Prefill(
-            cache=commit_rows(state.cache, rows, jnp.full_like(lengths, chunk)),
-            hidden=_last_row(state.hidden, hidden, lengths - 1 - first),
-            features=_last_row(state.features, features, lengths - 1 - first),
-            carry=visit(state.carry, first, features),
-        )
-
-    return lax.fori_loop(*chunks, run, prefill)
-
-
-def end_prefill(params: Params, prefill: Prefill, lengths: Int[Array, " B"]) -> Prefilled:
-    """Finishes prompts whose chunks have all run: logits and caches."""
-    logits = read_logits(params, prefill.hidden)[:, 0]
-    cache = prefill.cache.replace(length=lengths)
-    return Prefilled(logits, prefill.features, cache, prefill.carry)
-
-
 def verify(
     params: Params,
     config: LlamaConfig,
@@ -248,9 +138,9 @@ def verify(
       tokens: the nodes, root first.
       depths: distance of each node from the root.
       ancestors: True where the second node is the first one or lies on its path to the root.
-      aux_layers: see `begin_prefill`.
+      aux_layers: see `run_layers`.
     """
-    hidden, features, rows = _run_layers(
+    hidden, features, rows = run_layers(
         params, config, cache, tokens, depths, ancestors, aux_layers
     )
     return Verified(read_logits(params, hidden), features, rows)
@@ -266,18 +156,20 @@ def decode(
     return out.logits[:, 0], commit_rows(cache, out.rows, jnp.ones_like(tokens))
 
 
-def _run_layers(
+def run_layers(
     params: Params,
     config: LlamaConfig,
     cache: KVCache,
     tokens: Int[Array, "B T"],
     depths: Int[Array, "B T"],
     can_attend: Bool[Array, "B T T"] | None,
-    aux_layers: tuple[int, ...],
-) -> tuple[Array, Array, KeysValues]:
+    aux_layers: tuple[int, ...] = (),
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"], KeysValues]:
     """Runs the list of layers over rows at `depths` after the committed ones.
 
-    The rows attend each other as in `attend_cached`.
+    Args:
+      can_attend: which rows attend each other, as in `attend_cached`.
+      aux_layers: layers whose inputs are the features; empty: the final hidden state. Static.
 
     Returns:
       Their hidden states after the final norm, their features, their keys and values.
@@ -311,12 +203,3 @@ def _run_layer(
     q, k, v = layer.queries_keys_values(layer.normed(hidden), positions, frequencies)
     attended = attend_cached(q, stored, length, (k, v), can_attend)
     return layer.finish(hidden, attended), (k, v)
-
-
-def _last_row(
-    last: Float[Array, "B 1 F"], rows: Float[Array, "B T F"], index: Int[Array, " B"]
-) -> Float[Array, "B 1 F"]:
-    """Picks each sequence's row if this chunk has it; else keeps the old one."""
-    T = rows.shape[1]
-    taken = jnp.take_along_axis(rows, jnp.clip(index, 0, T - 1)[:, None, None], axis=1)
-    return jnp.where(((index >= 0) & (index < T))[:, None, None], taken, last)
