@@ -66,10 +66,10 @@ def _predict(
     row = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
     x = [family.join(draft, config, embedded, features) for features in versions]
-    q = layer.queries(layer.normed(x[-1]), row, frequencies)
+    q = layer.attention.queries(layer.normed(x[-1]), row, frequencies)
     K, H = config.layer.num_kv_heads, config.layer.head_dim
     q = q.reshape(B, K, -1, T, H)
-    both = [layer.keys_values(layer.normed(version), row, frequencies) for version in x]
+    both = [layer.attention.keys_values(layer.normed(version), row, frequencies) for version in x]
     behind = jnp.arange(T)[:, None] - jnp.arange(T)[None]
     shown = jnp.maximum(0, len(versions) - 1 - behind)  # version at every row and column
     scores = jnp.full((B, K, q.shape[2], T, T), -jnp.inf)

@@ -205,11 +205,11 @@ def test_fused_projections_compute_the_same(parts):
     def run(params):
         layer = layers.DecoderLayer(config).bind({"params": params})
         rows = layer.normed(hidden), positions, frequencies
-        projected = layer.queries_keys_values(*rows)
-        alone = layer.queries(*rows) if "q" in params["attention"] else projected[0]
+        projected = layer.attention.queries_keys_values(*rows)
+        alone = layer.attention.queries(*rows) if "q" in params["attention"] else projected[0]
         return (
             projected,
-            (alone, *layer.keys_values(*rows)) if parts == "kv" else projected,
+            (alone, *layer.attention.keys_values(*rows)) if parts == "kv" else projected,
             (layer.finish(hidden, hidden)),
         )
 

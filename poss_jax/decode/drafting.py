@@ -90,7 +90,7 @@ def commit_pairs(
     ]
     layer, stream = _specialist(params, config, 0), 0
     for following in _further_layers(params, config):
-        q = layer.queries(layer.normed(x), positions, cache.frequencies)
+        q = layer.attention.queries(layer.normed(x), positions, cache.frequencies)
         attended = _attend_in_order(config, cache, stream, q, rows[stream])
         x = layer.finish(x, attended)
         # Adds 0. Without this dependency XLA copies the caches: see `speculate.commit`.
@@ -170,7 +170,7 @@ def _run_masks(
     positions = cache.length[:, None] + jnp.arange(num_rows)[None]
     layers = [_specialist(params, config, 0), *_further_layers(params, config)]
     for stream, layer in enumerate(layers):
-        q = layer.queries(layer.normed(x), positions, cache.frequencies)
+        q = layer.attention.queries(layer.normed(x), positions, cache.frequencies)
         drafted = _keys_values(layer, cache, x, positions)
         x = layer.finish(x, _attend_in_order(config, cache, stream, q, drafted))
     return x
@@ -307,7 +307,7 @@ def _run_layer(
     positions: Array,
 ) -> Array:
     """Runs one level's rows, which share a position, through a layer."""
-    q = layer.queries(layer.normed(x), positions, cache.frequencies)
+    q = layer.attention.queries(layer.normed(x), positions, cache.frequencies)
     drafted = drafted or (cache.k[stream][:, :, :0], cache.v[stream][:, :, :0])
     attended = _attend(config, cache, stream, q, drafted, beam.ancestors)
     return layer.finish(x, attended)
@@ -356,7 +356,7 @@ def _append(stored: tuple[Array, Array], new: tuple[Array, Array]) -> tuple[Arra
 def _keys_values(
     layer: DecoderLayer, cache: KVCache, x: Array, positions: Array
 ) -> tuple[Array, Array]:
-    return layer.keys_values(layer.normed(x), positions, cache.frequencies)
+    return layer.attention.keys_values(layer.normed(x), positions, cache.frequencies)
 
 
 def _specialist(params: Params, config: DraftConfig, index: int) -> DecoderLayer:

@@ -143,8 +143,8 @@ def follow(
     hidden, new = split_batch(family.join_features(shared, of_tokens, state)), []
     for layer, stream in zip(layers, streams, strict=True):
         normed = layer.normed(hidden)
-        q = group_heads(layer.queries(normed, *rotary), config.layer.num_kv_heads)
-        new.append(StepKeys(*layer.keys_values(normed, *rotary)))
+        q = group_heads(layer.attention.queries(normed, *rotary), config.layer.num_kv_heads)
+        new.append(StepKeys(*layer.attention.keys_values(normed, *rotary)))
         stream = _write(stream, new[-1], index)
         of_context = stream.keys[0], stream.values[0], inputs.documents, jnp.array(0)
         context = attend_documents(q, *of_context, block=block, window=config.trained_window)

@@ -150,7 +150,7 @@ def predict(
     of_tokens = split_batch(family.join_tokens(shared, inputs.embedded))
     x = split_batch(family.join_features(shared, of_tokens, depth.versions[depth.index]))
     q = group_heads(
-        layer.queries(layer.normed(x), position, frequencies), config.layer.num_kv_heads
+        layer.attention.queries(layer.normed(x), position, frequencies), config.layer.num_kv_heads
     )
     weights = {"shared": shared, "layer": key_value_params(specialist), "of_tokens": of_tokens}
     rows = Diagonals(depth.versions, depth.index, position, frequencies)
@@ -291,7 +291,7 @@ def _keys_values(
     layer = family.layer(config).bind({"params": weights["layer"]})
     features = rows.versions[rows.depth - age]
     x = family.join_features(weights["shared"], weights["of_tokens"], features)
-    return layer.keys_values(layer.normed(x), rows.position, rows.frequencies)
+    return layer.attention.keys_values(layer.normed(x), rows.position, rows.frequencies)
 
 
 def _diagonal_scores(q: Array, k: Array, age: Array, position: Array) -> Array:

@@ -152,8 +152,8 @@ def encode_layer(
     Each row attends the newest `window` ones up to itself; None: all.
     """
     normed = layer.normed(hidden)
-    q = layer.queries(normed, positions, frequencies)
+    q = layer.attention.queries(normed, positions, frequencies)
     q = group_heads(q, layer.config.num_kv_heads)
-    k, v = layer.keys_values(normed, positions, frequencies)
+    k, v = layer.attention.keys_values(normed, positions, frequencies)
     mean = attend_documents(q, k, v, documents, jnp.array(0), block=block, window=window).mean
     return split_batch(layer.finish(hidden, ungroup_heads(mean).astype(hidden.dtype)))

@@ -238,29 +238,42 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(c.rms_norm_eps)
             self.k_norm = RMSNorm(c.rms_norm_eps)
 
-    def queries(self, normed: Float[Array, "B T D"]) -> Float[Array, "B N T H"]:
-        """Projects queries, not yet rotated."""
-        return self._normed_queries(split_heads(self.q(normed), self.config.head_dim))
+    def queries(
+        self,
+        normed: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        frequencies: Float[Array, "B *rows half"],
+    ) -> Float[Array, "B N T H"]:
+        """Projects and rotates queries."""
+        q = split_heads(self.q(normed), self.config.head_dim)
+        return self._rotate_queries(q, positions, frequencies)
 
     def keys_values(
-        self, normed: Float[Array, "B T D"]
+        self,
+        normed: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        frequencies: Float[Array, "B *rows half"],
     ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-        """Projects keys, not yet rotated, and values."""
+        """Projects keys (rotated) and values."""
         if self.has_variable("params", "kv"):
             k, v = self._parts(self.kv(normed), 1, 1)
         else:
             k, v = (split_heads(layer(normed), self.config.head_dim) for layer in (self.k, self.v))
-        return self._normed_keys(k), v
+        return self._rotate_keys(k, positions, frequencies), v
 
     def queries_keys_values(
-        self, normed: Float[Array, "B T D"]
+        self,
+        normed: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        frequencies: Float[Array, "B *rows half"],
     ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-        """Projects all three, queries and keys not yet rotated."""
+        """Projects queries and keys (both rotated) and values."""
+        rotary = positions, frequencies
         if not self.has_variable("params", "qkv"):
-            return self.queries(normed), *self.keys_values(normed)
+            return self.queries(normed, *rotary), *self.keys_values(normed, *rotary)
         group = self.config.num_heads // self.config.num_kv_heads
         q, k, v = self._parts(self.qkv(normed), group, 1, 1)
-        return self._normed_queries(q), self._normed_keys(k), v
+        return self._rotate_queries(q, *rotary), self._rotate_keys(k, *rotary), v
 
     def _parts(self, projected: Float[Array, "B T width"], *heads: int) -> list[Array]:
         """Splits the output of a fused projection into parts; `heads` per key head."""
@@ -271,11 +284,13 @@ class Attention(nn.Module):
         parts = jnp.split(grouped, ends[:-1], axis=3)
         return [jnp.moveaxis(block.reshape(B, T, -1, H), 2, 1) for block in parts]
 
-    def _normed_queries(self, q: Array) -> Array:
-        return self.q_norm(q) if self.config.qk_norm else q
+    def _rotate_queries(self, q: Array, *rotary: Array) -> Array:
+        q = self.q_norm(q) if self.config.qk_norm else q
+        return rotate(q, *rotary, scale=self.config.rope.scale)
 
-    def _normed_keys(self, k: Array) -> Array:
-        return self.k_norm(k) if self.config.qk_norm else k
+    def _rotate_keys(self, k: Array, *rotary: Array) -> Array:
+        k = self.k_norm(k) if self.config.qk_norm else k
+        return rotate(k, *rotary, scale=self.config.rope.scale)
 
 
 class MLP(nn.Module):
@@ -314,37 +329,6 @@ class DecoderLayer(nn.Module):
         """Applies the input norm, if there is one."""
         return self.input_norm(hidden) if self.has_input_norm else hidden
 
-    def queries(
-        self,
-        normed: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        frequencies: Float[Array, "B *rows half"],
-    ) -> Float[Array, "B N T H"]:
-        """Projects and rotates queries."""
-        q = self.attention.queries(normed)
-        return rotate(q, positions, frequencies, scale=self.config.rope.scale)
-
-    def keys_values(
-        self,
-        normed: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        frequencies: Float[Array, "B *rows half"],
-    ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-        """Projects keys (rotated) and values."""
-        k, v = self.attention.keys_values(normed)
-        return rotate(k, positions, frequencies, scale=self.config.rope.scale), v
-
-    def queries_keys_values(
-        self,
-        normed: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        frequencies: Float[Array, "B *rows half"],
-    ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-        """Projects queries and keys (both rotated) and values."""
-        q, k, v = self.attention.queries_keys_values(normed)
-        q, k = (rotate(x, positions, frequencies, scale=self.config.rope.scale) for x in (q, k))
-        return q, k, v
-
     def finish(
         self, hidden: Float[Array, "B T D"], attended: Float[Array, "B T NH"]
     ) -> Float[Array, "B T D"]:
@@ -359,9 +343,9 @@ class DecoderLayer(nn.Module):
         frequencies: Float[Array, "B *rows half"],
     ) -> Float[Array, "B T D"]:
         """Uses every parameter once, so that `init` draws them; without attention."""
-        normed = self.normed(hidden)
-        self.keys_values(normed, positions, frequencies)
-        return self.finish(hidden, merge_heads(self.queries(normed, positions, frequencies)))
+        normed, attention = self.normed(hidden), self.attention
+        attention.keys_values(normed, positions, frequencies)
+        return self.finish(hidden, merge_heads(attention.queries(normed, positions, frequencies)))
 
 
 def _residual_scale(config: LlamaConfig) -> float:

@@ -200,6 +200,6 @@ def _run_layer(
     can_attend: Array | None,
 ) -> tuple[Array, tuple[Array, Array]]:
     layer = DecoderLayer(config).bind({"params": params})
-    q, k, v = layer.queries_keys_values(layer.normed(hidden), positions, frequencies)
+    q, k, v = layer.attention.queries_keys_values(layer.normed(hidden), positions, frequencies)
     attended = attend_cached(q, stored, length, (k, v), can_attend)
     return layer.finish(hidden, attended), (k, v)
