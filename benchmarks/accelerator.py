@@ -58,8 +58,7 @@ from poss_jax.engine.device import default_dtype
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.trees import ACCELERATOR_TREES
-from poss_jax.learn.state import init_state, make_optimizer
-from poss_jax.learn.step import make_draft_step
+from poss_jax.learn.step import init_state, make_draft_step, make_optimizer
 from poss_jax.learn.task import DraftTask
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft

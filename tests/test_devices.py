@@ -21,8 +21,7 @@ from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
 from poss_jax.data.rows import Rows
-from poss_jax.learn.state import init_state, make_optimizer
-from poss_jax.learn.step import make_draft_step
+from poss_jax.learn.step import init_state, make_draft_step, make_optimizer
 from poss_jax.learn.task import DraftTask
 from poss_jax.model.parameters import place_tree
 from poss_jax.model.sharding import make_mesh

@@ -33,8 +33,7 @@ from poss_jax.config.training import ObjectiveConfig
 from poss_jax.convert.tensors import slots_by_key
 from poss_jax.decode import speculate
 from poss_jax.decode.state import StaticShape, Weights
-from poss_jax.learn.state import init_state
-from poss_jax.learn.step import make_draft_step
+from poss_jax.learn.step import init_state, make_draft_step
 from poss_jax.learn.task import DraftTask
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import FAMILIES, init_draft

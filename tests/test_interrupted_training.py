@@ -13,7 +13,7 @@ from programs import POSS2, STEPS, Runs, assert_same_run, config_file, metrics, 
 from self_killing import run_until
 
 from poss_jax.data.rows import rows_at
-from poss_jax.learn.state import TrainState
+from poss_jax.learn.step import TrainState
 from poss_jax.model.documents import TrainBatch
 from train.loop import RunLog
 from train.main import main

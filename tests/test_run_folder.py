@@ -14,7 +14,7 @@ import pytest
 
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.learn.state import TrainState
+from poss_jax.learn.step import TrainState
 from train.loop import Diverged, RunLog, check_loggers, next_level, open_loggers
 from train.run_folder import RunFolder, claim_folder
 

@@ -11,7 +11,7 @@ from models import random_draft, stacked, tiny_llama
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import OptimizerConfig, TrainConfig
-from poss_jax.learn.state import init_state, make_optimizer
+from poss_jax.learn.step import init_state, make_optimizer
 from poss_jax.model.parameters import (
     flatten_item,
     item_shapes,

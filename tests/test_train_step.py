@@ -13,8 +13,14 @@ from plain_step import PlainBatch, plain_gradients
 
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
-from poss_jax.learn.state import init_state, make_optimizer
-from poss_jax.learn.step import draft_gradients, make_draft_step, make_target_step, target_loss
+from poss_jax.learn.step import (
+    draft_gradients,
+    init_state,
+    make_draft_step,
+    make_optimizer,
+    make_target_step,
+    target_loss,
+)
 from poss_jax.learn.task import DraftTask, prepare_draft_data
 from poss_jax.model.documents import TrainBatch, encode
 

@@ -24,7 +24,7 @@ from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError, cut
 from poss_jax.data.rows import Rows
-from poss_jax.learn.state import TrainState
+from poss_jax.learn.step import TrainState
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.parameters import item_shapes, place_tree
 from poss_jax.model.sharding import place_batch, replicate

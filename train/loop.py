@@ -21,7 +21,7 @@ from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.progress import progress_bar
 from poss_jax.data.rows import batch_at, rows_at
-from poss_jax.learn.state import TrainState
+from poss_jax.learn.step import TrainState
 from poss_jax.learn.validation import Predictions
 from poss_jax.model.documents import TrainBatch
 from poss_jax.program.output import format_rows

@@ -18,8 +18,13 @@ from poss_jax.config.models import LlamaConfig
 from poss_jax.config.reading import UserError, one_line
 from poss_jax.config.training import TrainConfig
 from poss_jax.engine.device import device_memory
-from poss_jax.learn.state import TrainState, init_state, make_optimizer
-from poss_jax.learn.step import make_draft_step, make_target_step
+from poss_jax.learn.step import (
+    TrainState,
+    init_state,
+    make_draft_step,
+    make_optimizer,
+    make_target_step,
+)
 from poss_jax.learn.task import DraftTask
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft

@@ -47,7 +47,7 @@ from poss_jax.config.reading import (
     shorten,
 )
 from poss_jax.config.training import TrainConfig
-from poss_jax.learn.state import TrainState
+from poss_jax.learn.step import TrainState
 
 from .devices import barrier, broadcast_from_first, is_first_process
 

@@ -27,8 +27,7 @@ from poss_jax.data.conversations import Tokens, plain_texts
 from poss_jax.data.prepared import Prepared, prepare
 from poss_jax.data.records import Documents, load_documents
 from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
-from poss_jax.learn.state import TrainState
-from poss_jax.learn.step import make_draft_step, make_target_step
+from poss_jax.learn.step import TrainState, make_draft_step, make_target_step
 from poss_jax.learn.task import DraftTask, describe_draft
 from poss_jax.learn.validation import (
     Predictions,

@@ -16,7 +16,7 @@ from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError, printable, printable_lines
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.rows import Rows
-from poss_jax.learn.state import init_state, make_optimizer
+from poss_jax.learn.step import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
 from poss_jax.model.sharding import check_batch_size, check_processes, make_mesh
 from poss_jax.program.running import text_marks

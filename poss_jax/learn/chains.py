@@ -32,8 +32,7 @@ from poss_jax.learn.recursion import (
     shared_params,
     take_specialist,
 )
-from poss_jax.learn.state import cast
-from poss_jax.learn.task import DraftData, DraftTask, own_head
+from poss_jax.learn.task import DraftData, DraftTask, cast, own_head
 from poss_jax.model.blockwise import Attended, attend_documents, group_heads, ungroup_heads
 from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of

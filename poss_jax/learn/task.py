@@ -176,3 +176,8 @@ def _next(x: Array, is_last: Bool[Array, "B T"]) -> Array:
 def own_head(draft: Params) -> Float[Array, "Vd D"] | None:
     """The LM head of a draft that has one, whole along `fsdp`."""
     return gather_head(draft["head"]["weight"]) if "head" in draft else None
+
+
+def cast(params: Params, dtype: Any) -> Params:
+    """Casts parameters to the compute dtype."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

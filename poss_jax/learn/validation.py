@@ -15,9 +15,8 @@ from poss_jax.config.training import StepConfig
 from poss_jax.learn.chains import has_prediction, place_predictions, unroll_chains
 from poss_jax.learn.losses import draft_losses, language_model_loss, most_likely_tokens
 from poss_jax.learn.recursion import Depth, first_version, predict, take_specialist, unroll
-from poss_jax.learn.state import cast
 from poss_jax.learn.step import cast_inner, encode_for_head, labels_of
-from poss_jax.learn.task import DraftData, DraftTask, own_head, prepare_draft_data
+from poss_jax.learn.task import DraftData, DraftTask, cast, own_head, prepare_draft_data
 from poss_jax.model.documents import TrainBatch, count
 from poss_jax.model.families import family_of
 from poss_jax.model.sharding import gather_head

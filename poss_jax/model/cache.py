@@ -108,7 +108,7 @@ def commit_rows(cache: KVCache, rows: KeysValues, num_kept: Int[Array, " B"]) ->
       num_kept: number of valid rows; the others are overwritten later.
     """
     write = partial(write_rows, start=cache.length, axis=2)
-    k, v = [*map(write, cache.k, rows.k)], [*map(write, cache.v, rows.v)]
+    k, v = jax.tree.map(write, cache.k, rows.k), jax.tree.map(write, cache.v, rows.v)
     return cache.replace(k=k, v=v, length=cache.length + num_kept)
 
 
