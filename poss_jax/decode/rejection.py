@@ -48,21 +48,17 @@ Path = tuple[int, ...]
 class Groups(NamedTuple):
     """Siblings of a drawn tree.
 
-        ranks   root ─┬─ 0 ─┬─ 0 ─── 0        nodes  0 ─┬─ 1 ─┬─ 3 ─── 6
-                      │     └─ 1                        │     └─ 4
-                      └─ 1 ─── 0                        └─ 2 ─── 5
+    ranks   root ─┬─ 0 ─┬─ 0 ─── 0        nodes  0 ─┬─ 1 ─┬─ 3 ─── 6
+                  │     └─ 1                        │     └─ 4
+                  └─ 1 ─── 0                        └─ 2 ─── 5
 
-        parents (0, 1, 2, 3)   children ((1, 2), (3, 4), (5, -1), (6, -1))   rows (0, 1, 2, 3)
-
-    Attributes:
-      parents: node that each group continues.
-      children: its children in the order of their ranks; padded with -1.
-      rows: index of each parent in the list of nodes with drawn children.
+    parents (0, 1, 2, 3)   children ((1, 2), (3, 4), (5, -1), (6, -1))   rows (0, 1, 2, 3)
     """
 
-    parents: tuple[int, ...]
+    parents: tuple[int, ...]  # node that each group continues
+    # its children in the order of their ranks; padded with -1
     children: tuple[tuple[int, ...], ...]
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # index of each parent in the list of nodes with drawn children
 
 
 @cache
@@ -94,18 +90,12 @@ def _cost(path: Path) -> int:
 
 
 class DrawnTree(Tree):
-    """A tree with drawn children, and the inputs of their test.
+    """A tree with drawn children, and the inputs of their test."""
 
-    Attributes:
-      probs: distribution that the children of each group were drawn from, over the target's
-        vocabulary.
-      thresholds: uniform number that each node is tested with.
-      groups: its siblings.
-    """
-
+    # distribution that the children of each group were drawn from, over the target's vocabulary
     probs: Array  # [B groups V] float32
-    thresholds: Array  # [B M] float32
-    groups: Groups = struct.field(pytree_node=False)
+    thresholds: Array  # [B M] float32, uniform number that each node is tested with
+    groups: Groups = struct.field(pytree_node=False)  # its siblings
 
 
 def draw_tree(

@@ -36,15 +36,7 @@ SETTINGS |= dict.fromkeys(_REALS, np.float32)
 
 
 class Sampling(struct.PyTreeNode):
-    """Sampling settings per sequence, one for each of `SETTINGS`; `SamplingConfig` explains them.
-
-    Attributes:
-      bias_ids: tokens whose logits are shifted; -1 is none.
-      bias: number added to each of them.
-      frequency_penalty: None if no sequence has a setting of `OF_OUTPUT`.
-      presence_penalty: None likewise.
-      min_tokens: None likewise.
-    """
+    """Settings per sequence, one for each of `SETTINGS`; `SamplingConfig` explains them."""
 
     seed: Array  # [B] uint32
     temperature: Array  # [B] float32
@@ -52,30 +44,24 @@ class Sampling(struct.PyTreeNode):
     top_p: Array  # [B] float32
     min_p: Array  # [B] float32
     repetition_penalty: Array  # [B] float32
-    bias_ids: Array  # [B num_biased] int32
-    bias: Array  # [B num_biased] float32
+    bias_ids: Array  # [B num_biased] int32, tokens whose logits are shifted; -1 is none
+    bias: Array  # [B num_biased] float32, number added to each of them
+    # Those of `OF_OUTPUT`: None if no sequence sets one.
     frequency_penalty: Array | None = None  # [B] float32
     presence_penalty: Array | None = None  # [B] float32
     min_tokens: Array | None = None  # [B] int32
 
 
 class History(NamedTuple):
-    """Tokens that precede a choice: the sequence, and a node's path.
+    """Tokens that precede a choice: the sequence, and a node's path."""
 
-    Attributes:
-      tokens: tokens of the sequence.
-      is_token: False for padding.
-      path: tokens of all nodes.
-      on_path: nodes that precede each choice.
-      is_output: True for tokens that the target chose; None if it chose none.
-      stop_ids: tokens that end each sequence, -1 is none; one row serves all sequences.
-    """
-
-    tokens: Array  # [B S]
-    is_token: Array  # [B S] bool
-    path: Array  # [B nodes]
-    on_path: Array  # [B rows nodes] bool
+    tokens: Array  # [B S], tokens of the sequence
+    is_token: Array  # [B S] bool, False for padding
+    path: Array  # [B nodes], tokens of all nodes
+    on_path: Array  # [B rows nodes] bool, nodes that precede each choice
+    # True for tokens that the target chose; None if it chose none
     is_output: Array | None = None  # [B S] bool
+    # tokens that end each sequence, -1 is none; one row serves all sequences
     stop_ids: Array | None = None  # [B num_stop]
 
 

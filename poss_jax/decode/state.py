@@ -14,34 +14,23 @@ from poss_jax.shapes import Array, Params
 
 
 class StaticShape(NamedTuple):
-    """Static settings of decoding.
+    """Static settings of decoding."""
 
-    Attributes:
-      target: shape of the target.
-      draft: shape of the draft; None decodes autoregressively.
-      tree: size of the draft tree.
-      rows: S, capacity per sequence for prompt, new tokens and `margin`, and for the
-        prompt in whole chunks.
-      chunk: prompt tokens that the target reads per forward.
-      drafting: how drafts propose tokens to sampled sequences.
-      children: how the draft proposes the children of a node, instead of `drafting`.
-      mesh: devices; None: one.
-      drafts: False drafts nothing in this round, and keeps the draft's cache for later ones.
-      num_logprobs: most likely tokens whose log-probabilities are kept per position; 0: none.
-      lookup: most tokens that a round copies from prompt and output, as nodes of the tree (see
-        `lookup`); 0: none.
-    """
-
-    target: LlamaConfig
-    draft: DraftConfig | None
-    tree: TreeConfig
+    target: LlamaConfig  # shape of the target
+    draft: DraftConfig | None  # shape of the draft; None decodes autoregressively
+    tree: TreeConfig  # size of the draft tree
+    # S, capacity of each sequence: prompt, new tokens and `margin`, and the prompt in whole chunks
     rows: int
-    chunk: int = 64
-    drafting: Drafting = "coupled"
+    chunk: int = 64  # prompt tokens that the target reads per forward
+    drafting: Drafting = "coupled"  # how drafts propose tokens to sampled sequences
+    # how the draft proposes the children of a node, instead of `drafting`
     children: ChildrenFn | None = None
-    mesh: Mesh | None = None
+    mesh: Mesh | None = None  # devices; None: one
+    # False drafts nothing in this round, and keeps the draft's cache for later ones
     drafts: bool = True
+    # most likely tokens whose log-probabilities are kept per position; 0: none
     num_logprobs: int = 0
+    # most tokens that a round copies from prompt and output, as nodes of the tree; 0: none
     lookup: int = 0
 
     @property
@@ -87,28 +76,21 @@ class Weights(NamedTuple):
 
 
 class Request(struct.PyTreeNode):
-    """A batch of requests, one per sequence.
+    """A batch of requests, one per sequence."""
 
-    Attributes:
-      tokens: prompts, padded on the right.
-      lengths: tokens of each prompt, at least 1.
-      max_new_tokens: most new tokens, at least 1.
-      stop_ids: tokens that end each sequence, -1 is none; one row serves all sequences.
-      sampling: how tokens are chosen; None is the argmax of the target's logits.
-      output_starts: position from which a prompt's tokens count as output (of a continued
-        answer) for penalties on the output; None: its end.
-      drafts: False accepts no drafted token; None: every sequence may.
-      lookup: False copies nothing; None: every sequence may.
-    """
-
-    tokens: Array  # [B P] int32
-    lengths: Array  # [B] int32
-    max_new_tokens: Array  # [B] int32
+    tokens: Array  # [B P] int32, prompts, padded on the right
+    lengths: Array  # [B] int32, tokens of each prompt, at least 1
+    max_new_tokens: Array  # [B] int32, most new tokens, at least 1
+    # tokens that end each sequence, -1 is none; one row serves all sequences
     stop_ids: Array  # [B num_stop] int32
+    # how tokens are chosen; None is the argmax of the target's logits
     sampling: Sampling | None = None
+    # position from which a prompt's tokens count as output (of a continued answer) for penalties on
+    # the output; None: its end
     output_starts: Array | None = None  # [B] int32
+    # False accepts no drafted token; None: every sequence may
     drafts: Array | None = None  # [B] bool
-    lookup: Array | None = None  # [B] bool
+    lookup: Array | None = None  # [B] bool, False copies nothing; None: every sequence may
 
 
 class Prefill(struct.PyTreeNode):
@@ -137,29 +119,21 @@ class DraftState(struct.PyTreeNode):
 
 
 class Output(struct.PyTreeNode):
-    """Tokens decoded so far, and statistics.
+    """Tokens decoded so far, and statistics."""
 
-    Attributes:
-      tokens: chosen tokens; entries from `num_tokens` on are not part of the sequence.
-      num_tokens: tokens of each sequence.
-      num_accepted: accepted drafted tokens of every round.
-      num_offered: deepest position offered along the accepted path in every round.
-      num_copied: accepted tokens of every round that only lookup proposed, after the drafted ones.
-      num_certain: accepted tokens of every round that only a grammar proposed, the last ones.
-      num_rounds: rounds of each sequence.
-      is_done: the sequence has ended (stop token or limit).
-      logprobs: log-probabilities of the tokens; None if not requested.
-    """
-
+    # chosen tokens; entries from `num_tokens` on are not part of the sequence
     tokens: Array  # [B S] int32
-    num_tokens: Array  # [B] int32
-    num_accepted: Array  # [B S] int32
+    num_tokens: Array  # [B] int32, tokens of each sequence
+    num_accepted: Array  # [B S] int32, accepted drafted tokens of every round
+    # deepest position offered along the accepted path in every round
     num_offered: Array  # [B S] int32
+    # accepted tokens of every round that only lookup proposed, after the drafted ones
     num_copied: Array  # [B S] int32
+    # accepted tokens of every round that only a grammar proposed, the last ones
     num_certain: Array  # [B S] int32
-    num_rounds: Array  # [B] int32
-    is_done: Array  # [B] bool
-    logprobs: Logprobs | None = None
+    num_rounds: Array  # [B] int32, rounds of each sequence
+    is_done: Array  # [B] bool, the sequence has ended (stop token or limit)
+    logprobs: Logprobs | None = None  # log-probabilities of the tokens; None if not requested
 
 
 class DecodeState(struct.PyTreeNode):

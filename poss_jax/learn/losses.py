@@ -49,26 +49,18 @@ class Likely(NamedTuple):
 
 
 class TargetRows(struct.PyTreeNode):
-    """Targets of the draft's prediction at every row.
+    """Targets of the draft's prediction at every row."""
 
-    Attributes:
-      features: the target's next feature.
-      expected_head: mean head row under the target's distribution.
-      top_expected_head: that mean's part from the K most likely tokens; None if the
-        objective has no such term.
-      top_mass: probability of those K tokens; None likewise.
-      likely: the target's distribution; None if the objective compares no probabilities by token.
-      tokens: the most likely token that the draft can propose, in the draft's numbering.
-      is_known: whether the draft can propose the target's most likely token.
-    """
-
-    features: Array  # [B T D]
-    expected_head: Array  # [B T D] float32
+    features: Array  # [B T D], the target's next feature
+    expected_head: Array  # [B T D] float32, mean head row under the target's distribution
+    # that mean's part from the K most likely tokens; None if the objective has no such term
     top_expected_head: Array | None  # [B T D] float32
-    top_mass: Array | None  # [B T] float32
+    top_mass: Array | None  # [B T] float32, probability of those K tokens; None likewise
+    # the target's distribution; None if the objective compares no probabilities by token
     likely: Likely | None
+    # the most likely token that the draft can propose, in the draft's numbering
     tokens: Array  # [B T] int32
-    is_known: Array  # [B T] bool
+    is_known: Array  # [B T] bool, whether the draft can propose the target's most likely token
 
 
 class DraftLosses(struct.PyTreeNode):

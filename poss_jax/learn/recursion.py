@@ -34,17 +34,12 @@ from poss_jax.shapes import Array, Float, Int, Params
 
 
 class DraftInputs(struct.PyTreeNode):
-    """Rows of text as the draft reads them: pairs (feature f_j, token x_{j+1}).
+    """Rows of text as the draft reads them: pairs (feature f_j, token x_{j+1})."""
 
-    Attributes:
-      features: input features, from the target, with noise if configured.
-      embedded: embeddings of the next tokens.
-      documents: document of a pair within its row.
-    """
-
+    # input features, from the target, with noise if configured
     features: Array  # [B T F]; F = D, more where EAGLE-3 reads inner states
-    embedded: Array  # [B T D]
-    documents: Array  # [B T] int32
+    embedded: Array  # [B T D], embeddings of the next tokens
+    documents: Array  # [B T] int32, document of a pair within its row
 
 
 class Versions(NamedTuple):

@@ -22,21 +22,17 @@ from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
 class DraftTask(NamedTuple):
-    """Static settings of training a draft for a frozen target.
-
-    Attributes:
-      num_frozen: specialists, from the first, that are frozen, and with them all shared parameters.
-      vocabulary: target ids of the tokens that the draft can propose; None: all.
-      deviations: standard deviation of each dimension of the target's features, if the feature
-        loss is normalised.
-    """
+    """Static settings of training a draft for a frozen target."""
 
     target: LlamaConfig
     draft: DraftConfig
     objective: ObjectiveConfig
     step: StepConfig = StepConfig()
+    # specialists, from the first, that are frozen, and with them all shared parameters
     num_frozen: int = 0
+    # target ids of the tokens that the draft can propose; None: all
     vocabulary: tuple[int, ...] | None = None
+    # standard deviations of the target's features, [D]; None: the feature loss is not normalised
     deviations: tuple[float, ...] | None = None
 
     @property
@@ -100,19 +96,12 @@ def describe_draft(config: SpecialistsConfig, target: LlamaConfig, num_tokens: i
 
 
 class DraftData(struct.PyTreeNode):
-    """A batch of text run through the frozen target: the draft's input and targets.
+    """A batch of text run through the frozen target: the draft's input and targets."""
 
-    Attributes:
-      inputs: pairs of the target.
-      targets: targets of every row.
-      loss_mask: trained rows.
-      num_trained: trained rows in the whole batch, of which this may be a part: the loss's
-        denominator.
-    """
-
-    inputs: DraftInputs
-    targets: TargetRows
-    loss_mask: Array  # [B T] bool
+    inputs: DraftInputs  # pairs of the target
+    targets: TargetRows  # targets of every row
+    loss_mask: Array  # [B T] bool, trained rows
+    # trained rows in the whole batch, of which this may be a part: the loss's denominator
     num_trained: Array  # [] float32
 
 

@@ -33,26 +33,16 @@ class Predictions(NamedTuple):
 
 
 class DraftSums(NamedTuple):
-    """Sums over the trained rows of a batch, and over the chains that start in it.
+    """Sums over the trained rows of a batch, and over the chains that start in it."""
 
-    Attributes:
-      num_trained: trained rows that have a prediction.
-      losses: loss terms by name.
-      agreement: rows whose most likely token is the target's.
-      cosine: similarity of the predicted feature to the target's; None if the draft predicts no
-        target feature.
-      distance: length of their difference, in lengths of the target's; None likewise.
-      num_chains: see `count_accepted`.
-      accepted: chains that accept more than 0, 1, ..., R - 1 tokens.
-    """
-
-    num_trained: Any  # [R]
-    losses: dict[str, Any]  # each [R]
-    agreement: Any  # [R]
+    num_trained: Any  # [R], trained rows that have a prediction
+    losses: dict[str, Any]  # each [R], loss terms by name
+    agreement: Any  # [R], rows whose most likely token is the target's
+    # similarity of predicted and target's feature; None if the draft predicts none of the target
     cosine: Any  # [R]
-    distance: Any  # [R]
-    num_chains: Any  # []
-    accepted: Any  # [R]
+    distance: Any  # [R], length of their difference, in lengths of the target's; None likewise
+    num_chains: Any  # [], see `count_accepted`
+    accepted: Any  # [R], chains that accept more than 0, 1, ..., R - 1 tokens
 
 
 class TargetSums(NamedTuple):

@@ -17,18 +17,12 @@ from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
 class TrainBatch(struct.PyTreeNode):
-    """Rows of text for one step.
+    """Rows of text for one step."""
 
-    Attributes:
-      tokens: the text.
-      loss_mask: True for trained tokens.
-      documents: document of a token within its row; 0: padding.
-      features: the target's features for every token, if already computed.
-    """
-
-    tokens: Any  # [B T] int32; or a shape or sharding in its place, as in the others
-    loss_mask: Any  # [B T] bool
-    documents: Any  # [B T] int32
+    tokens: Any  # [B T] int32, the text; or a shape or sharding in its place, as in the others
+    loss_mask: Any  # [B T] bool, True for trained tokens
+    documents: Any  # [B T] int32, document of a token within its row; 0: padding
+    # the target's features for every token, if already computed
     features: Any = None  # [B T F]; F = D per inner layer that is read, and for the last
 
 

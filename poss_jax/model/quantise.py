@@ -26,20 +26,16 @@ KINDS = tuple(_TYPES)
 
 
 class Quantised(struct.PyTreeNode):
-    """A weight [out, in] as small numbers times a scale per output.
+    """A weight [out, in] as small numbers times a scale per output."""
 
-    Attributes:
-      values: int8, or float8_e4m3fn; all of them are exact in bfloat16.
-      scale: factor of every output.
-      sums: sum of each output's values; None unless `sum_values` added it.
-      is_tiled: whether `tile_values` ordered the values for our kernel.
-      num_limbs: int8 numbers that a CPU writes an element of a row in (`linear`).
-    """
-
+    # int8, or float8_e4m3fn; all of them are exact in bfloat16
     values: Any  # [out in]; an array, or a stand-in such as its sharding
-    scale: Any  # [out] float32
+    scale: Any  # [out] float32, factor of every output
+    # sum of each output's values; None unless `sum_values` added it
     sums: Any = None  # [out] int32
+    # whether `tile_values` ordered the values for our kernel
     is_tiled: bool = struct.field(pytree_node=False, default=False)
+    # int8 numbers that a CPU writes an element of a row in (`linear`)
     num_limbs: int = struct.field(pytree_node=False, default=3)
 
     @property

@@ -37,17 +37,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class Softmax(NamedTuple):
-    """A running softmax.
+    """A running softmax."""
 
-    Attributes:
-      highest: highest score so far.
-      total: sum of the weights, relative to `highest`.
-      mean: values under these weights, not yet divided by `total`.
-    """
-
-    highest: Array  # [B K G T 1] float32
-    total: Array  # [B K G T 1] float32
-    mean: Array  # [B K G T H] float32
+    highest: Array  # [B K G T 1] float32, highest score so far
+    total: Array  # [B K G T 1] float32, sum of the weights, relative to `highest`
+    mean: Array  # [B K G T H] float32, values under these weights, not yet divided by `total`
 
 
 def has_kernel(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> bool:
