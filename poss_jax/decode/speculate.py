@@ -326,11 +326,11 @@ def commit(
     root = jnp.take_along_axis(acceptance.emitted, acceptance.num_accepted[:, None], axis=1)
     path = acceptance.path
     kept = take_rows(out.rows, path) if config.max_accepted else out.rows
-    cache = state.target_cache
+    cache, draft = state.target_cache, state.draft
     # Adds 0. Without this dependency XLA on CPU copies the caches of a single row: it must know
     # that the row is written after all that is read to choose its token.
     cache = cache.replace(length=cache.length + jnp.minimum(root[:, 0], 0))
-    cache, draft = commit_rows(cache, kept, num_new), state.draft
+    cache = commit_rows(cache, kept, num_new)
     output = _write_output(request, state.output, acceptance, logprobs)
     if config.draft is not None and draft is not None:
         features = jnp.take_along_axis(out.features, path[:, :, None], axis=1)
