@@ -32,8 +32,8 @@ from infer.bench.costs import DEVICES, Device
 from infer.bench.phases import run_round, run_rounds
 from infer.bench.report import with_provenance
 from poss_jax.bundled.default import with_bundled
-from poss_jax.checkpoint.folder import read_draft, read_target
-from poss_jax.checkpoint.record import ModelRecord, TargetIdentity
+from poss_jax.checkpoint.folder import read_draft
+from poss_jax.checkpoint.record import ModelRecord, TargetIdentity, read_record
 from poss_jax.config.bench import AheadConfig, ProgramName
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, one_line
@@ -167,7 +167,7 @@ def _describe_models(
 ) -> tuple[ModelRecord, DraftConfig | None, int | None]:
     """Target, draft, and the size of a draft vocabulary (None: all tokens)."""
     if config.model is None:
-        record = read_target(str(config.target))
+        record = read_record(str(config.target), "target")
     else:
         unknown = TargetIdentity(name="model", embedding_sha256="", head_sha256="")
         record = ModelRecord(family="target", config=config.model, target=unknown, provenance={})

@@ -26,7 +26,7 @@ from oracle import Shape
 from programs import Runs, copy_model, generate, refusal, summary, write_lines
 
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
-from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target
+from poss_jax.checkpoint.folder import check_quantisation, load_target
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.writing import verify_model
 from poss_jax.config.decoding import EngineConfig
@@ -429,7 +429,9 @@ def test_drafts_are_converted_for_a_quantised_target(tmp_path):
     with pytest.raises(UserError, match=r"lm_head.weight differs from the head of the target"):
         run("draft", source=tmp_path / "other", **given)
     run("draft", source=tmp_path / "same", **given)
-    assert read_record(tmp_path / "draft").target == read_target(tmp_path / "target").target
+    assert (
+        read_record(tmp_path / "draft").target == read_record(tmp_path / "target", "target").target
+    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,8 +6,12 @@ from typing import Any
 import numpy as np
 
 from poss_jax.bundled.default import with_bundled
-from poss_jax.checkpoint.folder import read_target
-from poss_jax.checkpoint.record import SMALLEST, DraftVocabulary, write_draft_vocabulary
+from poss_jax.checkpoint.record import (
+    SMALLEST,
+    DraftVocabulary,
+    read_record,
+    write_draft_vocabulary,
+)
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
@@ -72,7 +76,7 @@ def count_tokens(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
     """
     if config.stage != "draft" or config.target is None:
         raise UserError("want the config of a draft (stage: draft), got one of a target")
-    llama = read_target(config.target).llama
+    llama = read_record(config.target, "target").llama
     vocab_size, stop_ids = llama.vocab_size, llama.eos_token_ids
     tokenizer = load_tokenizer(as_path(config.target))
     rows = make_prepared(load_documents(config.data), config.data, tokenizer, vocab_size, stop_ids)

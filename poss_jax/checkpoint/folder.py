@@ -22,24 +22,15 @@ ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 """(key path such as `layers/0/attention/q/weight`, shape) -> sharding of the array."""
 
 
-def read_target(folder: str | AnyPath) -> ModelRecord:
-    """Reads the record of a target's folder, without its weights.
-
-    Raises:
-      UserError: what `read_record` refuses, or a draft.
-    """
-    return read_record(folder, "target")
-
-
 def read_dense(folder: str | AnyPath) -> ModelRecord:
     """Reads the record of a target's folder whose weights no quantisation has rounded.
 
     Models are trained, and drafts analysed, with such a target.
 
     Raises:
-      UserError: what `read_target` refuses, or a quantised target.
+      UserError: what `read_record` refuses, a draft, or a quantised target.
     """
-    record = read_target(folder)
+    record = read_record(folder, "target")
     if record.quantised is None:
         return record
     raise UserError(
@@ -99,7 +90,7 @@ def load_target(
       UserError: what `read_record` refuses, a draft, a missing or damaged item, or a quantisation
         that is unknown or of a target that is quantised already.
     """
-    record = read_target(folder)
+    record = read_record(folder, "target")
     if quantise is not None:
         check_quantisation(folder, record, quantise)
     names = [name for name in record.items if with_layers or "layers/" not in name]

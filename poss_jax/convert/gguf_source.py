@@ -1,7 +1,13 @@
-"""A GGUF file as a checkpoint in Hugging Face's terms: its config, weights and tokenizer."""
+"""A GGUF file as a checkpoint in Hugging Face's terms: its config, weights and tokenizer.
+
+The `gguf` package knows the types of tensors and dequantises them. We read the header ourselves:
+the package's reader makes an array of every value, which takes 2 s for 49,152 tokens and 280 bytes
+of memory per byte of the file, and counts to any length that a file of 100 bytes states.
+"""
 
 import math
 import re
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -9,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from poss_jax.config.numbers import (
     Count,
@@ -18,12 +25,169 @@ from poss_jax.config.numbers import (
     NumLayers,
     Positive,
     PositiveOrZero,
+    TokenId,
 )
-from poss_jax.config.reading import UserError, shorten
-from poss_jax.convert.gguf_file import GgufFile, make_scratch, shortest
-from poss_jax.convert.gguf_tokenizer import special_id, stop_ids, token_list, write_tokenizer
-from poss_jax.convert.source import Source
-from poss_jax.convert.tensors import LazyTensor
+from poss_jax.config.reading import UserError, one_line, shorten
+from poss_jax.convert.source import Source, make_scratch
+from poss_jax.convert.tensors import LazyTensor, map_array
+
+# --------------------------------------------------------------------------------------------------
+# The file: its header, and tensors that are dequantised on demand
+
+# Numbers by their type in the metadata, as `struct` writes them.
+_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The header of a GGUF file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, LazyTensor]  # read in float32; `dtype` is the name of the stored type
+
+    @property
+    def architecture(self) -> str:
+        """The family of models, as llama.cpp calls it."""
+        return str(self.metadata.get("general.architecture"))
+
+    def unfit(self, key: str, want: str, got: Any) -> UserError:
+        """Makes the error for a value of the metadata that is not what is wanted."""
+        return UserError(
+            f"{self.path}: metadata {key}: want {want}, got {shorten(got)}; convert the model to "
+            "GGUF again"
+        )
+
+    def read(self, key: str, kind: Any, default: Any = None) -> Any:
+        """Gives a value of the metadata if it is of a type, such as `poss_jax.config.numbers` has.
+
+        Raises:
+          UserError: it is missing without a default, of another type, or outside the bounds.
+        """
+        value = self.metadata.get(key, default)
+        try:
+            return TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            want = error.errors()[0]["msg"].removeprefix("Input should be ")
+            raise self.unfit(key, want, value) from error
+
+    def of_model(self, key: str, kind: Any = Any, default: Any = None) -> Any:
+        """Reads the value of a key that starts with the architecture."""
+        return self.read(f"{self.architecture}.{key}", kind, default)
+
+    @property
+    def tokens(self) -> list[str]:
+        """Texts of the tokens by id; empty if the file has no tokenizer."""
+        return self.read("tokenizer.ggml.tokens", list[str], [])
+
+    def special_id(self, key: str, default: int | None = None) -> int | None:
+        """Reads the id of a special token, which the metadata calls `KEY_token_id`."""
+        return self.read(f"tokenizer.ggml.{key}_token_id", TokenId | None, default)
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Reads the header of a GGUF file, and checks that the file is whole.
+
+    Raises:
+      UserError: another kind of file, a damaged one, part of a split one, or a tensor of a type
+        that cannot be dequantised.
+    """
+    try:
+        return _read_header(path, _Cursor(map_array(path, 0, (path.stat().st_size,), "uint8").data))
+    except (ValueError, KeyError, IndexError) as error:
+        reason = one_line(error)
+        raise UserError(f"{path}: the file is damaged ({reason}); fetch it again") from error
+
+
+def _read_header(path: Path, cursor: "_Cursor") -> GgufFile:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize, quant_shape_to_byte_shape
+
+    if cursor.take(4) != b"GGUF":
+        raise UserError(f"{path}: want a GGUF file, got another kind; fetch the file again")
+    if (version := cursor.number("I")) not in (2, 3):
+        raise UserError(
+            f"{path}: want GGUF version 2 or 3, little-endian, got {version}; convert the model to "
+            "GGUF again"
+        )
+    num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
+    metadata = {cursor.text(): cursor.value(cursor.number("I")) for _ in range(num_keys)}
+    if (parts := metadata.get("split.count", 1)) not in (0, 1):
+        raise UserError(
+            f"{path}: is one of {shorten(parts)} parts of a model; join them with llama.cpp's "
+            "llama-gguf-split --merge"
+        )
+    stored = []
+    for _ in range(num_tensors):
+        name, rank = cursor.text(), cursor.number("I")
+        shape = tuple(cursor.number("Q") for _ in range(min(rank, 8)))[::-1]  # rows first
+        stored.append((name, shape, GGMLQuantizationType(cursor.number("I")), cursor.number("Q")))
+    gguf = GgufFile(path, metadata, {})
+    alignment = gguf.read("general.alignment", Count, 32)
+    begin = -(-cursor.place // alignment) * alignment
+    for name, shape, kind, offset in stored:
+        byte_shape = quant_shape_to_byte_shape(shape, kind)  # ValueError: no whole blocks
+        end = begin + offset + math.prod(byte_shape)
+        if end > len(cursor.content):
+            raise ValueError(f"{name} ends at byte {end} of {len(cursor.content)}")
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError as error:
+            raise UserError(
+                f"{path}: {name} is of type {kind.name}, which cannot be dequantised; take a file "
+                "of another quantisation"
+            ) from error
+        read = partial(_read, path, begin + offset, byte_shape, kind)
+        gguf.tensors[name] = LazyTensor(path, shape, kind.name, read)
+    return gguf
+
+
+def _read(path: Path, start: int, byte_shape: tuple[int, ...], kind: Any) -> np.ndarray:
+    """Reads and dequantises a tensor, to float32."""
+    from gguf.quants import dequantize
+
+    return dequantize(map_array(path, start, byte_shape, "uint8"), kind)
+
+
+class _Cursor:
+    """Reads a header from its start; anything past the end of the file is a ValueError."""
+
+    def __init__(self, content: memoryview) -> None:
+        self.content, self.place = content, 0
+
+    def take(self, size: int) -> bytes:
+        start, self.place = self.place, self.place + size
+        if self.place > len(self.content):
+            raise ValueError(f"its header ends at byte {len(self.content)}")
+        return bytes(self.content[start : self.place])
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+
+    def text(self) -> str:
+        return self.take(self.number("Q")).decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            kind, length = self.number("I"), self.number("Q")
+            if kind == _STRING:
+                return [self.text() for _ in range(length)]
+            dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
+            return np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
+        number = self.number(_NUMBERS[kind])
+        return shortest(number) if kind == _FLOAT32 else number
+
+
+def shortest(number: float) -> float:
+    """Returns the number of fewest digits that is the same float32, such as 1e-5."""
+    return float(str(np.float32(number)))
+
+
+# --------------------------------------------------------------------------------------------------
+# The checkpoint
 
 # Metadata of the model, by its key behind the architecture -> key of config.json, type.
 _CONFIG_KEYS = {
@@ -78,6 +242,12 @@ _NAMES = {
 }
 _FUSED = {"ffn_up": "mlp.gate_up_proj"}  # what Phi-3 calls so holds both
 
+STOPS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> "
+    "<|end_of_text|> <｜end▁of▁sentence｜>".split()
+)
+"""Tokens that always end a text: the metadata often names only one of several."""
+
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
 _TRAINED = "original_max_position_embeddings"
 _LLAMA3: dict[str, Any] = {
@@ -120,7 +290,7 @@ class GgufSource(Source):
         rotated = gguf.of_model("rope.dimension_count", Count, head_dim)
         return values | {
             "model_type": gguf.architecture,
-            "vocab_size": embedding.shape[0] if embedding else len(token_list(gguf)),
+            "vocab_size": embedding.shape[0] if embedding else len(gguf.tokens),
             "num_key_value_heads": gguf.of_model("attention.head_count_kv", Count | None),
             "head_dim": head_dim,
             "partial_rotary_factor": rotated / head_dim,
@@ -129,8 +299,8 @@ class GgufSource(Source):
             "tie_word_embeddings": "output.weight" not in gguf.tensors,
             "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
-            "bos_token_id": special_id(gguf, "bos"),
-            "eos_token_id": stop_ids(gguf),
+            "bos_token_id": gguf.special_id("bos"),
+            "eos_token_id": _stop_ids(gguf),
             **_read_rope(gguf, head_dim, longest),
         }
 
@@ -157,6 +327,8 @@ class GgufSource(Source):
     @cached_property
     def tokenizer_folder(self) -> Path:
         """A temporary folder with the tokenizer's files."""
+        from poss_jax.convert.gguf_tokenizer import write_tokenizer  # it builds on this module
+
         folder = make_scratch()
         write_tokenizer(self.gguf, folder)
         return folder
@@ -167,6 +339,13 @@ def _read_rotated(read: Callable[[], np.ndarray], heads: int) -> np.ndarray:
     rows = read()
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _stop_ids(gguf: GgufFile) -> list[int]:
+    """Lists the tokens that end a text, from the metadata and from a list of well-known ones."""
+    named = [gguf.special_id(name) for name in ("eos", "eot", "eom")]
+    known = [index for index, token in enumerate(gguf.tokens) if token in STOPS]
+    return list(dict.fromkeys(index for index in (*named, *known) if index is not None))
 
 
 def _refuse_unknown(gguf: GgufFile, longest: int) -> None:

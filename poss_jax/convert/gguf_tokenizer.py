@@ -20,24 +20,15 @@ from tokenizers import (
     processors,
 )
 
-from poss_jax.config.numbers import Count, TokenId
+from poss_jax.config.numbers import Count
 from poss_jax.config.reading import UserError, one_line, shorten
-from poss_jax.convert.gguf_file import GgufFile
-
-_TOKENS = "tokenizer.ggml.tokens"
+from poss_jax.convert.gguf_source import STOPS, GgufFile
 
 # Types of tokens.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 _SPECIALS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}  # where the file does not say, as llama.cpp
-_STOP_KEYS = ("eos", "eot", "eom")
-
-# Tokens that always end a text: the metadata often names only one of several.
-_STOPS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> "
-    "<|end_of_text|> <｜end▁of▁sentence｜>".split()
-)
 
 # Words of byte-level BPE, by the name of the pre-tokenizer. A text is cut by each pattern in turn.
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -70,31 +61,6 @@ _WHOLE_WORDS = _ADD_BOS  # a word that is a token is not put together by merges
 _NORMALISED = ("qwen2", "deepseek-r1-qwen")
 
 
-def stop_ids(gguf: GgufFile) -> list[int]:
-    """Lists the tokens that end a text, from the metadata and from a list of well-known ones."""
-    named = [special_id(gguf, name) for name in _STOP_KEYS]
-    named_stops = [index for index, token in enumerate(token_list(gguf)) if token in _STOPS]
-    return list(dict.fromkeys(index for index in (*named, *named_stops) if index is not None))
-
-
-def token_list(gguf: GgufFile) -> list[str]:
-    """Lists the texts of the tokens by id; empty if the file has no tokenizer.
-
-    Raises:
-      UserError: no list of texts.
-    """
-    return _strings(gguf, _TOKENS, [])
-
-
-def special_id(gguf: GgufFile, key: str, default: int | None = None) -> int | None:
-    """Gives the id of a special token, which the metadata calls `KEY_token_id`.
-
-    Raises:
-      UserError: no token's id.
-    """
-    return gguf.read(f"tokenizer.ggml.{key}_token_id", TokenId | None, default)
-
-
 def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json.
 
@@ -107,9 +73,9 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
             f"{gguf.path}: tokenizer: want gpt2 or llama, got {shorten(kind)}; models with another "
             "cannot be converted"
         )
-    tokens = _strings(gguf, _TOKENS)
+    tokens = gguf.tokens
     usual = _SENTENCEPIECE_IDS if kind == "llama" else {}
-    stored = {name: special_id(gguf, key, usual.get(name)) for name, key in _SPECIALS.items()}
+    stored = {name: gguf.special_id(key, usual.get(name)) for name, key in _SPECIALS.items()}
     ids = {name: index for name, index in stored.items() if index is not None}
     if any(index not in range(len(tokens)) for index in ids.values()):
         raise gguf.unfit("tokenizer.ggml", f"special tokens below {len(tokens)}", ids)
@@ -135,20 +101,6 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2))
 
 
-def _strings(gguf: GgufFile, key: str, default: list[str] | None = None) -> list[str]:
-    value = gguf.metadata.get(key, default)
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise gguf.unfit(key, "texts", value)
-    return value
-
-
-def _numbers(gguf: GgufFile, key: str, size: int, default: float) -> list[Any]:
-    value = gguf.metadata.get(f"tokenizer.ggml.{key}", [default] * size)
-    if not isinstance(value, list) or len(value) != size:
-        raise gguf.unfit(f"tokenizer.ggml.{key}", f"{size} numbers", value)
-    return value
-
-
 # --------------------------------------------------------------------------------------------------
 # The two kinds
 
@@ -160,9 +112,9 @@ def _byte_level(gguf: GgufFile) -> Tokenizer:
             f"{gguf.path}: pre-tokenizer: want one of {', '.join(_PATTERNS)}, got {shorten(name)}; "
             "texts would be cut in other places than the model was trained with"
         )
-    vocabulary = {token: index for index, token in enumerate(token_list(gguf))}
+    vocabulary = {token: index for index, token in enumerate(gguf.tokens)}
     merges = []
-    for merge in _strings(gguf, "tokenizer.ggml.merges"):
+    for merge in gguf.read("tokenizer.ggml.merges", list[str]):
         first, _, second = merge[1:].partition(" ")  # the first character may be a space itself
         merges.append((merge[:1] + first, second))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
@@ -176,11 +128,12 @@ def _byte_level(gguf: GgufFile) -> Tokenizer:
 
 
 def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> Tokenizer:
-    tokens = token_list(gguf)
+    tokens = gguf.tokens
     vocabulary = {token: index for index, token in enumerate(tokens)}
+    scores = gguf.read("tokenizer.ggml.scores", list[float], [0.0] * len(tokens))
     model = models.BPE(
         vocabulary,
-        _derive_merges(vocabulary, _numbers(gguf, "scores", len(tokens), 0.0)),
+        _derive_merges(vocabulary, scores),
         unk_token=tokens[ids["unk"]],
         fuse_unk=True,
         byte_fallback=True,
@@ -216,11 +169,12 @@ def _derive_merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[
 
 def _add_tokens(tokenizer: Tokenizer, gguf: GgufFile) -> None:
     """Adds the tokens that are never cut; in Phi-3 they swallow the spaces behind them."""
-    tokens = token_list(gguf)
+    tokens = gguf.tokens
     is_phi3 = gguf.architecture == "phi3" and gguf.metadata["tokenizer.ggml.model"] == "llama"
     added: dict[bool, list[AddedToken]] = {True: [], False: []}
-    for token, kind in zip(tokens, _numbers(gguf, "token_type", len(tokens), 1), strict=True):
-        is_stop = token in _STOPS
+    kinds = gguf.read("tokenizer.ggml.token_type", list[int], [1] * len(tokens))
+    for token, kind in zip(tokens, kinds, strict=True):
+        is_stop = token in STOPS
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or is_stop:
             is_special = kind != _USER_DEFINED or is_stop
             swallows = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
@@ -236,7 +190,7 @@ def _add_ends(tokenizer: Tokenizer, gguf: GgufFile, ids: dict[str, int]) -> None
     usual = is_sentencepiece or metadata.get("tokenizer.ggml.pre") in _ADD_BOS
     adds = {"bos": metadata.get("tokenizer.ggml.add_bos_token", usual)}
     adds |= {"eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
-    tokens = token_list(gguf)
+    tokens = gguf.tokens
     specials = [
         {"id": name, "ids": [ids[name]], "tokens": [tokens[ids[name]]]}
         for name in adds

@@ -1,30 +1,19 @@
-"""Reads config.json of Hugging Face and of the original code into our configs.
+"""Reads config.json of Hugging Face and of the original code; writes its rope.
 
 It uses our own tables of names and defaults, so that nothing is dropped unnoticed: the classes of
 `transformers` keep keys they do not know, and take seconds to import.
 """
 
-import re
+import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from poss_jax.config.json_reading import read_json
-from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.models import LlamaConfig
 from poss_jax.config.reading import UserError, build_config, shorten
-from poss_jax.convert.reading import NAMED_EAGLE3, Reading, check_keys, read_metadata, read_weights
-from poss_jax.convert.rope import read_rope
+from poss_jax.convert.reading import Reading, check_keys
 from poss_jax.convert.source import Source
-from poss_jax.convert.tensors import (
-    DRAFT_EMBEDDING,
-    DRAFT_HEAD,
-    FC,
-    FC_BIAS,
-    HEAD,
-    QUERY,
-    slots_by_key,
-    source_key,
-)
+from poss_jax.convert.tensors import HEAD, slots_by_key
 
 # Field of LlamaConfig -> key of config.json; the first five are required.
 CONFIG_KEYS = {
@@ -69,7 +58,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: targets, and the layer of a draft
+# Targets, and the layer of a draft
 
 
 def read_target(source: Source) -> Reading:
@@ -218,137 +207,153 @@ def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: drafts, whose weights show some of what config.json leaves out
+# The rope, in the spellings of transformers 4 and 5
 
-_LAYER = re.compile(r"(?:mid)?layers\.(\d+)\.")
-_FIRST = "specialists/0"
-_KEY = source_key(_FIRST, ("attention", "k", "weight"))
-_GATE = source_key(_FIRST, ("mlp", "gate", "weight"))
+_TRAINED = "original_max_position_embeddings"
 
-# Field of LlamaConfig -> the tensor whose presence shows it, and where config.json speaks of it.
-_SHOWN_BY = {
-    "qkv_bias": (source_key(_FIRST, ("attention", "q", "bias")), ("qkv_bias", "attention_bias")),
-    "o_bias": (source_key(_FIRST, ("attention", "o", "bias")), ("attention_bias",)),
-    "qk_norm": (source_key(_FIRST, ("attention", "q_norm", "scale")), ()),
-    "mlp_bias": (source_key(_FIRST, ("mlp", "gate", "bias")), ("mlp_bias",)),
+# Keys that each type of rope has, and must have, by Hugging Face's names.
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _TRAINED)
+_LONGROPE = ("short_factor", "long_factor", _TRAINED)
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": _LLAMA3,
+    "longrope": _LONGROPE,
+    "yarn": ("factor", _TRAINED),
+}
+
+# Keys that change nothing for the types that do not have them, and keys that a type may have.
+_ROPE_ALWAYS = {"rope_theta", *_LLAMA3}
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "truncate")
+_ROPE_OPTIONAL = {
+    "longrope": {*_LONGROPE, "attention_factor"},
+    "yarn": {*_YARN, "mscale", "mscale_all_dim"},
 }
 
 
-# Copies of the target's weights that some layouts of drafts hold: key -> item of the target.
-_COPIES = {DRAFT_EMBEDDING: "embed", DRAFT_HEAD: "head"}
+def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str, Any]:
+    """Reads the fields of `RopeConfig`.
 
-
-def read_draft(source: Source) -> Reading:
-    """Reads an EAGLE, EAGLE-2, HASS or PosS draft, with or without a wrapper and prefixes."""
-    if (name := NAMED_EAGLE3(source)) is not None:
-        layout = f"have EAGLE-2's layout ({QUERY} {list(source.shapes[QUERY])})"
-        raise contradiction(source, f"EAGLE-3 ({name})", layout)
-    layer, assumed = read_layer(source)
-    has_bias, stated = FC_BIAS in source.names, source.settings.get("bias")
-    if has_bias != (stated in (None, True)):
-        says = f"says bias {shorten(stated)}"
-        says = "has no key bias, which means true" if stated is None else says
-        what = ("with", "a") if has_bias else ("without", "no")
-        line = "fc {} bias, because the weights hold {} {}, although config.json {}"
-        assumed.append(line.format(*what, FC_BIAS, says))
-    metadata = read_metadata(source)
-    kv = (metadata and metadata.kv) or "per_specialist"
-    values = {"layer": layer, "fc_bias": has_bias, "kv": kv}
-    values |= {"positions_per_specialist": (1,) * count_layers(source)}
-    config = build_config(DraftConfig, values, origin=str(source.folder))
-    return read_weights(source, config, copies=_COPIES, assumed=tuple(assumed), metadata=metadata)
-
-
-def contradiction(source: Source, config_value: str, weights: str) -> UserError:
-    """Makes the error for a draft whose config.json contradicts its weights; it names both."""
-    return UserError(
-        f"{source.folder}: config.json says {config_value}, the weights {weights}; give the "
-        "config.json that belongs to these weights"
-    )
-
-
-def count_layers(source: Source) -> int:
-    """Counts a draft's layers, at least 1, so that the keys of a missing layer are listed."""
-    return max(1, len({match[1] for match in map(_LAYER.match, source.names) if match}))
-
-
-def read_window(source: Source) -> int | None:
-    """Reads how many of the newest rows a draft's layers attend; None: all.
-
-    As in speculators and vLLM, only `layer_types` makes a draft's layers slide.
+    Args:
+      longest: its max_position_embeddings.
 
     Raises:
-      UserError: only some of the layers do.
+      UserError: another type of rope, or settings that contradict each other.
     """
-    values, num_layers = source.settings, count_layers(source)
-    kinds, origin = values.get("layer_types"), f"{source.folder}/config.json"
-    if not isinstance(kinds, list) or "sliding_attention" not in (kinds := kinds[:num_layers]):
-        return None
-    window, longest = (values.get(key) for key in ("sliding_window", "max_position_embeddings"))
-    if type(window) is not int or (type(longest) is int and window >= longest):
-        return None  # the config of the layers is checked by `read_layer`
-    if kinds != ["sliding_attention"] * num_layers:
+    settings = _join_spellings(values, origin)
+    kind = settings.pop("type")
+    if kind == "yarn":
+        settings = {_TRAINED: longest} | settings  # as transformers
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+        kinds = ", ".join(_ROPE_KEYS)
         raise UserError(
-            f"{origin}: layer_types: want one kind for all {num_layers} layers of a draft, got "
-            f"{shorten(kinds)}; such drafts cannot be converted"
+            f"{origin}: rope type: want one of {kinds}, got {shorten(kind)}; other types are not "
+            "supported"
         )
-    return window
+    unknown = settings.keys() - _ROPE_ALWAYS - _ROPE_OPTIONAL.get(kind, set())
+    missing = [key for key in _ROPE_KEYS[kind] if key not in settings]
+    if unknown or missing:
+        listed = [f"unknown {key}" for key in sorted(unknown)] + [f"no {key}" for key in missing]
+        raise UserError(
+            f"{origin}: rope type {kind} with {', '.join(listed)[:200]}; give the model's own "
+            "config.json (other settings are not supported)"
+        )
+    rope = {"type": kind, "theta": settings.get("rope_theta", 10000.0)}
+    rope |= {key: settings[key] for key in _ROPE_KEYS[kind]}
+    if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
+        rope[_TRAINED] = longest
+    if kind == "longrope":
+        rope["factor"] = _read_stretch(settings, longest, origin)
+        rope["attention_factor"] = settings.get("attention_factor")
+    if kind == "yarn":
+        rope |= {key: settings[key] for key in _YARN if key in settings}
+        rope.setdefault("attention_factor", _read_scales(settings, origin))
+    return rope
 
 
-def read_layer(source: Source, *, window: int | None = None) -> tuple[LlamaConfig, list[str]]:
-    """Reads the config of a draft's layers; `window` is what `read_window` found.
+def _read_scales(settings: Mapping[str, Any], origin: str) -> float | None:
+    """Joins DeepSeek's two scales of a yarn rope to an attention factor, if there are both."""
+    names = ("factor", "mscale", "mscale_all_dim")
+    numbers = [settings.get(name) or 0 for name in names]
+    if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+        raise UserError(
+            f"{origin}: rope type yarn: want numbers, got {', '.join(names)} "
+            f"{', '.join(map(shorten, numbers))}"
+        )
+    factor, *scales = numbers
+    if not all(scales):
+        return None
+    above, below = (1 + 0.1 * scale * math.log(max(factor, 1)) for scale in scales)
+    return above / below
 
-    Returns:
-      The config, and one line for each thing that had to be assumed.
+
+def _read_stretch(settings: Mapping[str, Any], longest: int, origin: str) -> float:
+    """Divides the longest context by the trained one, which a longrope's factor must equal."""
+    trained = settings[_TRAINED]
+    if type(trained) is not int or trained < 1:
+        raise UserError(f"{origin}: {_TRAINED}: want a count, got {shorten(trained)}")
+    stretch = min(longest, 2**31) / trained  # so large a context is refused with the other numbers
+    if (factor := settings.get("factor", stretch)) != stretch:
+        raise UserError(
+            f"{origin}: rope type longrope with factor {shorten(factor)}: want "
+            f"max_position_embeddings over {_TRAINED} ({stretch:g}); "
+            "versions of transformers disagree about any other"
+        )
+    return stretch
+
+
+def _join_spellings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Joins rope_theta and rope_scaling (transformers 4) with rope_parameters (5)."""
+    joined: dict[str, Any] = {}
+    top = {key: values.get(key) for key in ("rope_theta", _TRAINED)}
+    for section in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
+        if not isinstance(section, dict):
+            raise UserError(f"{origin}: rope settings: want an object, got {shorten(section)}")
+        for key, value in section.items():
+            name = "type" if key == "rope_type" else key
+            if (name, value) == ("type", "su"):  # of the first Phi-3 checkpoints
+                value = "longrope"
+            if value is not None and joined.setdefault(name, value) != value:
+                raise UserError(
+                    f"{origin}: rope setting {key[:100]} is given as {shorten(joined[name])} and "
+                    f"as {shorten(value)}; keep the one the model was trained with"
+                )
+    if joined.get("partial_rotary_factor") == 1.0:
+        del joined["partial_rotary_factor"]
+    return {"type": "default"} | joined
+
+
+def write_rope(config: LlamaConfig) -> dict[str, Any]:
+    """Writes rope_theta and rope_scaling (transformers 4), and rope_parameters (5).
 
     Raises:
-      UserError: an unsupported config.json, or one that contradicts the tensors.
+      UserError: transformers has no such rope.
     """
-    stated, num_layers = source.settings.get("num_hidden_layers"), count_layers(source)
-    # The original always writes 1, other programs the number of specialists.
-    if stated not in (None, 1, num_layers):
-        weights = f"hold {num_layers} (or 1 may stand there)"
-        raise contradiction(source, f"num_hidden_layers {shorten(stated)}", weights)
-    # `layer` is one layer; the spans count the specialists.
-    values: dict[str, Any] = {**source.settings, "num_hidden_layers": 1}
-    values["model_type"] = values.get("model_type") or "llama"
-    if window is not None:
-        values |= {"layer_types": None, "sliding_window": None, "use_sliding_window": False}
-    layer = parse_llama_config(values, {}, origin=f"{source.folder}/config.json")
-    for field, width, key in (
-        ("hidden_size", layer.hidden_size, FC),
-        ("num_attention_heads times head_dim", layer.num_heads * layer.head_dim, QUERY),
-        ("num_key_value_heads times head_dim", layer.num_kv_heads * layer.head_dim, _KEY),
-        ("intermediate_size", layer.intermediate_size, _GATE),
-        ("vocab_size", layer.vocab_size, DRAFT_EMBEDDING),
-    ):
-        if source.shapes.get(key, (width,))[:1] != (width,):
-            weights = f"have {source.names[key]} {list(source.shapes[key])}"
-            raise contradiction(source, f"{field} {width}", weights)
-    assumed: list[str] = []
-    if source.settings.get("model_type") is None:
-        assumed.append("model_type llama, because config.json has none")
-    shown, assumed_biases = _read_biases(source, layer)
-    rope = [values, values.get("rope_parameters") or {}]
-    if all(section.get("rope_theta") is None for section in rope):
-        assumed.append(f"rope theta {layer.rope.theta:g}, because config.json has none")
-    if values.get("rms_norm_eps") is None:
-        assumed.append(f"rms_norm_eps {layer.rms_norm_eps:g}, because config.json has none")
-    layer = replace(layer, fused_projections=False, **shown)  # no layout of drafts has them
-    return layer, [*assumed, *assumed_biases]
-
-
-def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], list[str]]:
-    """Reads from the tensors which biases and norms there are, and what had to be assumed."""
-    shown, assumed = {}, []
-    for field, (key, spoken_of) in _SHOWN_BY.items():
-        shown[field] = key in source.names
-        name = next((k for k in spoken_of if source.settings.get(k) is not None), None)
-        stated = source.settings[name] if name else getattr(layer, field)
-        weights = f"hold {'a' if shown[field] else 'no'} {key}"
-        if stated == shown[field]:
-            continue
-        if name:
-            raise contradiction(source, f"{name} {shorten(stated)}", weights)
-        assumed.append(f"{field} {shown[field]}, because the weights {weights}")
-    return shown, assumed
+    rope, trained = config.rope, config.rope.original_max_position_embeddings
+    longest = config.max_position_embeddings
+    if rope.type == "dynamic" and trained != longest:  # Hugging Face has one number for both
+        raise UserError(
+            f"rope type dynamic: transformers takes max_position_embeddings ({longest}) for the "
+            f"trained context ({trained}); such a target stays with poss_jax"
+        )
+    if rope.type == "longrope" and rope.factor != longest / trained:
+        raise UserError(
+            f"rope type longrope: transformers takes max_position_embeddings ({longest}) over the "
+            f"trained context ({trained}) for the factor ({rope.factor:g}); such a target stays "
+            "with poss_jax"
+        )
+    scaling = {key: getattr(rope, key) for key in _ROPE_KEYS[rope.type]}
+    scaling |= {key: getattr(rope, key) for key in (_YARN if rope.type == "yarn" else ())}
+    if rope.type == "longrope":
+        scaling["attention_factor"] = rope.attention_factor
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    old = {"type": rope.type, "rope_type": rope.type} | scaling
+    if config.fused_projections:  # in transformers 4, Phi-3 refuses these two keys there
+        old = {key: old[key] for key in old if key not in ("rope_type", _TRAINED)}
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": old if scaling else None,
+        "rope_parameters": {"rope_type": rope.type, "rope_theta": rope.theta} | scaling,
+        **({_TRAINED: trained} if rope.type == "longrope" else {}),
+    }

@@ -9,10 +9,9 @@ from typing import Any, Literal
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.convert.eagle3 import AUX_KEY
-from poss_jax.convert.hf import CONFIG_KEYS
+from poss_jax.convert.drafts import AUX_KEY
+from poss_jax.convert.hf import CONFIG_KEYS, write_rope
 from poss_jax.convert.reading import METADATA, DraftMetadata
-from poss_jax.convert.rope import write_rope
 from poss_jax.convert.source import HUB_ID
 from poss_jax.model.families import family_of
 from poss_jax.model.families.eagle3 import default_aux_layers

