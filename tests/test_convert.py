@@ -30,7 +30,7 @@ from poss_jax.checkpoint.torch_io import read_bin, write_bin
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main
 from poss_jax.convert.hf import parse_llama_config
-from poss_jax.convert.tensors import slots_by_key
+from poss_jax.convert.reading import slots_by_key
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

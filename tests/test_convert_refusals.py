@@ -41,8 +41,8 @@ from poss_jax.convert.__main__ import main
 from poss_jax.convert.hf import parse_llama_config
 from poss_jax.convert.inspection import inspect
 from poss_jax.convert.plan import is_finite, plan_draft, plan_target
+from poss_jax.convert.reading import slots_by_key
 from poss_jax.convert.source import open_tensors
-from poss_jax.convert.tensors import slots_by_key
 from poss_jax.data.tokenizer import load_tokenizer
 
 KEY = "model.layers.1.mlp.up_proj.weight"

@@ -34,8 +34,8 @@ from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.export import plan_export, write_export
 from poss_jax.convert.layouts import LAYOUTS, Outgoing
+from poss_jax.convert.reading import cut_tensors, slots_by_key
 from poss_jax.convert.source import open_source
-from poss_jax.convert.tensors import cut_tensors, slots_by_key
 from poss_jax.model.documents import encode
 from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.model.target import stack_layers

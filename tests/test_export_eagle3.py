@@ -22,7 +22,7 @@ from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.layouts import LAYOUTS, Outgoing
 from poss_jax.convert.plan import plan_draft
-from poss_jax.convert.tensors import slots_by_key
+from poss_jax.convert.reading import slots_by_key
 from poss_jax.model.parameters import flatten_item, item_shapes, split_items
 
 LAYOUT = {layout.name: layout for layout in LAYOUTS if layout.family == "eagle3"}

@@ -30,7 +30,7 @@ from poss_jax.checkpoint.writing import write_model
 from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import ObjectiveConfig
-from poss_jax.convert.tensors import slots_by_key
+from poss_jax.convert.reading import slots_by_key
 from poss_jax.decode import speculate
 from poss_jax.decode.state import StaticShape, Weights
 from poss_jax.learn.step import init_state, make_draft_step

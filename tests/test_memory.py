@@ -25,7 +25,7 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig, TrainConfig
 from poss_jax.convert.layouts import target_config_json
-from poss_jax.convert.tensors import slots_by_key
+from poss_jax.convert.reading import slots_by_key
 from poss_jax.learn.step import init_state, make_draft_step, make_optimizer
 from poss_jax.learn.task import DraftTask
 from poss_jax.model.documents import TrainBatch

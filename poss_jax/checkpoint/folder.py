@@ -232,24 +232,17 @@ def _open_item(folder: str | AnyPath, record: ModelRecord, name: str) -> Params:
     path = _item_path(folder, name)
     if not path.is_dir():
         raise UserError(f"{folder} has no weights item {name}; copy or convert the model again")
+    # Without Orbax, whose work per array takes longer than reading.
+    store = {"driver": "ocdbt", "base": f"{path if is_uri(path) else f'file://{path}'}/"}
+    settings = {"driver": "zarr", "fill_missing_data_reads": False}
     with _explained(path):
-        item = _open_arrays(path)
+        keys = [key.decode() for key in ts.KvStore.open(store).result().list().result()]
+        paths = [key.removesuffix("/.zarray") for key in keys if key.endswith("/.zarray")]
+        opened = [ts.open(settings | {"kvstore": store | {"path": f"{key}/"}}) for key in paths]
+        pairs = zip(paths, opened, strict=True)
+        item = unflatten_dict({tuple(key.split(".")): array.result() for key, array in pairs})
     check_item(str(path), item, record.items[name])
     return item
-
-
-def _open_arrays(path: AnyPath) -> Params:
-    """Opens the arrays of an item without Orbax, whose work per array takes longer than reading."""
-    store = {"driver": "ocdbt", "base": f"{path if is_uri(path) else f'file://{path}'}/"}
-    keys = ts.KvStore.open(store).result().list().result()
-    names = [key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray")]
-    if not names:
-        raise ValueError("it has no arrays")
-    settings = {"driver": "zarr", "fill_missing_data_reads": False}
-    opened = [ts.open(settings | {"kvstore": store | {"path": f"{name}/"}}) for name in names]
-    return unflatten_dict(
-        {tuple(name.split(".")): array.result() for name, array in zip(names, opened, strict=True)}
-    )
 
 
 def _item_path(folder: str | AnyPath, name: str) -> AnyPath:

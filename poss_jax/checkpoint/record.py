@@ -211,12 +211,10 @@ def read_record(folder: str | AnyPath, family: str | None = None) -> ModelRecord
     folder = as_path(folder)
     if not folder.is_dir():
         kind, options = family or "target", " --target TARGET" if family == "draft" else ""
-        advice = f"write it first: poss convert {kind} --source CHECKPOINT{options}"
-        advice += f" --output {folder}"
+        advice = f"poss convert {kind} --source CHECKPOINT{options} --output {folder}"
         if folder.name == "model":  # a training run writes its model into its own folder
-            advice = "train it first: poss train --config FILE, where FILE has output: "
-            advice += str(folder.parent)
-        raise UserError(f"model folder {folder} does not exist; {advice}")
+            advice = f"poss train --config FILE, where FILE has output: {folder.parent}"
+        raise UserError(f"model folder {folder} does not exist; write it first: {advice}")
     path = folder / "model.json"
     if not path.is_file():
         raise UserError(

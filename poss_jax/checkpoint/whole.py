@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
 from poss_jax.config.paths import AnyPath, as_path, is_uri, local_path, uploaded
 from poss_jax.config.reading import UserError
@@ -175,15 +175,12 @@ def hold_lock(path: Path, if_held: Callable[[str], None]) -> Iterator[None]:
     except Timeout:
         if_held(_describe_holder(path))
         lock.acquire()
-    is_native = not isinstance(lock, SoftFileLock)  # the fallback writes a file itself
     try:
-        if is_native:
-            path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+        path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
         yield
     finally:
-        if is_native:
-            with suppress(OSError):
-                path.unlink()  # waiting processes notice and create another
+        with suppress(OSError):
+            path.unlink()  # waiting processes notice and create another
         lock.release()
 
 

@@ -16,16 +16,19 @@ import numpy as np
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.convert.hf import parse_llama_config
-from poss_jax.convert.reading import NAMED_EAGLE3, Reading, read_metadata, read_weights
-from poss_jax.convert.source import Source
-from poss_jax.convert.tensors import (
+from poss_jax.convert.reading import (
     DRAFT_EMBEDDING,
     DRAFT_HEAD,
     FC,
     FC_BIAS,
+    NAMED_EAGLE3,
     QUERY,
+    Reading,
+    read_metadata,
+    read_weights,
     source_key,
 )
+from poss_jax.convert.source import Source
 from poss_jax.model.families.eagle3 import default_aux_layers
 
 # --------------------------------------------------------------------------------------------------

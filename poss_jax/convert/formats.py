@@ -18,9 +18,8 @@ from poss_jax.convert.drafts import (
     read_eagle3,
 )
 from poss_jax.convert.hf import read_target
-from poss_jax.convert.reading import Reading, Sign, model_names, named
+from poss_jax.convert.reading import FC, Reading, Sign, model_names, named
 from poss_jax.convert.source import Source
-from poss_jax.convert.tensors import FC
 
 Family = Literal["target", "draft"]
 

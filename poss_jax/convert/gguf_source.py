@@ -28,8 +28,7 @@ from poss_jax.config.numbers import (
     TokenId,
 )
 from poss_jax.config.reading import UserError, one_line, shorten
-from poss_jax.convert.source import Source, make_scratch
-from poss_jax.convert.tensors import LazyTensor, map_array
+from poss_jax.convert.source import LazyTensor, Source, make_scratch, map_array
 
 # --------------------------------------------------------------------------------------------------
 # The file: its header, and tensors that are dequantised on demand

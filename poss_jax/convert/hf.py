@@ -11,9 +11,8 @@ from typing import Any
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.models import LlamaConfig
 from poss_jax.config.reading import UserError, build_config, shorten
-from poss_jax.convert.reading import Reading, check_keys
+from poss_jax.convert.reading import HEAD, Reading, check_keys, slots_by_key
 from poss_jax.convert.source import Source
-from poss_jax.convert.tensors import HEAD, slots_by_key
 
 # Field of LlamaConfig -> key of config.json; the first five are required.
 CONFIG_KEYS = {

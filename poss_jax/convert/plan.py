@@ -23,9 +23,17 @@ from poss_jax.config.models import LlamaConfig, Quantisation
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.convert.formats import read_checkpoint
-from poss_jax.convert.reading import DType, Reading, Row, list_counts, place_specialists
-from poss_jax.convert.source import open_source
-from poss_jax.convert.tensors import HEAD, LazyTensor, cut_tensors, source_key
+from poss_jax.convert.reading import (
+    HEAD,
+    DType,
+    Reading,
+    Row,
+    cut_tensors,
+    list_counts,
+    place_specialists,
+    source_key,
+)
+from poss_jax.convert.source import LazyTensor, open_source
 from poss_jax.model.parameters import table_of
 from poss_jax.model.quantise import is_quantisable, quantise_items
 from poss_jax.shapes import Params

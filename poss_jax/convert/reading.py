@@ -1,8 +1,9 @@
 """The reading of a checkpoint: its config, and the place of every weight; published drafts."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -13,8 +14,106 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from poss_jax.config.models import DraftConfig, LlamaConfig, Spans
 from poss_jax.config.numbers import CountOrZero, Depth
 from poss_jax.config.reading import UserError, build_config, change_config, shorten
-from poss_jax.convert.source import Source
-from poss_jax.convert.tensors import LazyTensor, Slot, cut_tensors, join_rows, slots_by_key
+from poss_jax.convert.source import LazyTensor, Source
+from poss_jax.model.families.eagle import EAGLE
+from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
+from poss_jax.model.target import TARGET
+
+# --------------------------------------------------------------------------------------------------
+# The place of every weight: PyTorch's keys by the tables of the models
+
+_FURTHER = re.compile(r"^further_layers\.(\d+)")
+_ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
+
+# Projections that Phi-3's checkpoints keep in one tensor, one below the other as in our tables.
+_FUSED = {
+    ".self_attn.qkv_proj.": re.compile(r"\.self_attn\.[qkv]_proj\."),
+    ".mlp.gate_up_proj.": re.compile(r"\.mlp\.(gate|up)_proj\."),
+}
+
+DRAFT_EMBEDDING = "embed_tokens.weight"
+"""A draft's copy of the target's embedding, which we do not store."""
+
+DRAFT_HEAD = "lm_head.weight"
+"""A draft's copy of the target's head, in the layout of vLLM."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One array of our format."""
+
+    item: str  # name of its item, for instance `layers/3`
+    path: tuple[str, ...]  # keys inside the item
+    shape: tuple[int, ...]  # shape it must have
+
+    def __str__(self) -> str:
+        return "/".join((self.item, *self.path))
+
+
+def source_key(item: str, path: tuple[str, ...]) -> str:
+    """Names an array of a target, or of a draft of EAGLE's family, as PyTorch checkpoints do."""
+    return torch_name({**TARGET, **EAGLE.parameters}, item, path)
+
+
+def slots_by_key(config: LlamaConfig | DraftConfig) -> dict[str, Slot]:
+    """Finds the place of every PyTorch key of a model.
+
+    A part of a fused tensor has the key `NAME[START:STOP]`, by its rows; the parts of a tensor
+    follow each other.
+    """
+    table = table_of(config)
+    slots = {
+        torch_name(table, item, path): Slot(item, path, shape)
+        for item, tree in item_shapes(config).items()
+        for path, shape in flatten_item(tree).items()
+    }
+    if isinstance(config, DraftConfig) and config.is_looped:
+        # The further layers follow the first one.
+        names = (_FURTHER.sub(lambda match: f"layers.{int(match[1]) + 1}", key) for key in slots)
+        return dict(zip(names, slots.values(), strict=True))
+    if isinstance(config, DraftConfig) or not config.fused_projections:
+        return slots
+    named: dict[str, Slot] = {}
+    ends: dict[str, int] = {}
+    for key, slot in slots.items():
+        joined_key = key
+        for joined, pattern in _FUSED.items():
+            joined_key = pattern.sub(joined, joined_key)
+        if joined_key != key:
+            start = ends.get(joined_key, 0)
+            ends[joined_key] = start + slot.shape[0]
+            key = f"{joined_key}[{start}:{ends[joined_key]}]"
+        named[key] = slot
+    return named
+
+
+def split_rows(key: str) -> tuple[str, slice | None]:
+    """Splits a key into the name of a tensor and the rows of it; None: all of them."""
+    match = _ROWS.fullmatch(key)
+    return (match[1], slice(int(match[2]), int(match[3]))) if match else (key, None)
+
+
+def cut_tensors(tensors: Mapping[str, LazyTensor], keys: Iterable[str]) -> dict[str, LazyTensor]:
+    """Replaces tensors by their parts, where keys name rows of them (`split_rows`)."""
+    cut = dict(tensors)
+    for key in keys:
+        name, rows = split_rows(key)
+        if rows is not None:
+            tensor = tensors[name]
+            cut.pop(name, None)
+            shape = (rows.stop - rows.start, *tensor.shape[1:])
+            read = partial(lambda tensor, rows: tensor.read()[rows], tensor, rows)
+            cut[key] = replace(tensor, shape=shape, read=read)
+    return cut
+
+
+FC = source_key("fc", ("weight",))
+FC_BIAS = source_key("fc", ("bias",))
+QUERY = source_key("specialists/0", ("attention", "q", "weight"))
+HEAD = source_key("head", ("weight",))
+
+# --------------------------------------------------------------------------------------------------
+# The reading
 
 DType = Literal["keep", "float32", "bfloat16", "float16"]
 """Type to store the weights in."""
@@ -131,7 +230,11 @@ def check_keys(
     optional: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Compares the names, shapes and types of the weights with what the config describes."""
-    shapes = {**optional, **(expected := join_rows(slots))}
+    expected: dict[str, tuple[int, ...]] = {}
+    for key, slot in slots.items():
+        name, rows = split_rows(key)
+        expected[name] = slot.shape if rows is None else (rows.stop, *slot.shape[1:])
+    shapes = {**optional, **expected}
     problems = [f"missing {key} {list(expected[key])}" for key in expected if key not in tensors]
     for key, tensor in tensors.items():
         where = f"in {tensor.file.name}"

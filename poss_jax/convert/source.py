@@ -11,12 +11,13 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -25,7 +26,6 @@ from poss_jax.checkpoint.record import TOKENIZER_FILES
 from poss_jax.checkpoint.sums import SUMS_FILE, check_file, hash_file, read_sums
 from poss_jax.config.json_reading import check_own_file, parse_object, read_json
 from poss_jax.config.reading import UserError
-from poss_jax.convert.tensors import LazyTensor, map_array, plain_name
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).
 # Weights by their usual names: some repositories hold a second copy under another.
@@ -43,6 +43,30 @@ _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
+
+_PREFIX = re.compile(r"^((draft_)?model\.)+")
+_MIDDLE = re.compile(r"^midlayer(s(?=\.\d)|(?=\.))")  # EAGLE-3's names of what others call layers
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor of a checkpoint that has not been read yet."""
+
+    file: Path  # file that holds it
+    shape: tuple[int, ...]  # shape that the file states
+    dtype: str  # NumPy's name, or the file's own for types we do not read
+    read: Callable[[], np.ndarray]  # returns the array
+
+
+def map_array(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Maps a tensor, so that it costs no memory; `get_tensor` would copy it."""
+    array = np.memmap(path, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, "r", start, shape)
+    return np.require(array, requirements="A")  # no file has to align its tensors
+
+
+def plain_name(key: str) -> str:
+    """A PyTorch key without the prefix `model.`, its layers called `layers.N`."""
+    return _MIDDLE.sub(lambda match: "layers" if match[1] else "layers.0", _PREFIX.sub("", key))
 
 
 @dataclass(frozen=True)
