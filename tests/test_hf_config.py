@@ -112,7 +112,7 @@ def test_rope_spellings(values, want):
         ({"hidden_act": "x" * 9000}, "hidden_act: want 'silu', got 'xxxxxxxxxxxx...xxxx"),
         ({"model_type": "gemma"}, "want one of llama, mistral, qwen2, qwen3, phi3, got 'gemma'"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"eos_token_id": [1] * 65}, "eos_token_id: want at most 64, got 65"),
+        ({"eos_token_id": [1] * 65}, "eos_token_id: Tuple should have at most 64 items"),
         ({"num_attention_heads": 0}, "num_attention_heads: Input should be greater than 0, got 0"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "not a multiple"),
         (MISTRAL | {"sliding_window": 63}, WINDOW),

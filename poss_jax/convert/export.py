@@ -23,15 +23,7 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.convert.layouts import LAYOUTS, Layout, Outgoing, target_config_json
-from poss_jax.convert.reading import (
-    DRAFT_EMBEDDING,
-    FC,
-    DType,
-    Row,
-    Slot,
-    slots_by_key,
-    split_rows,
-)
+from poss_jax.convert.reading import DRAFT_EMBEDDING, FC, DType, Row, Slot, slots_by_key, split_rows
 from poss_jax.convert.source import HUB_ID
 from poss_jax.model.families import method_of
 from poss_jax.model.parameters import flatten_item

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from poss_jax.config.reading import UserError, cut, shorten
-from poss_jax.convert.drafts import (
-    has_eagle3_config,
-    has_eagle3_weights,
-    read_draft,
-    read_eagle3,
-)
+from poss_jax.convert.drafts import has_eagle3_config, has_eagle3_weights, read_draft, read_eagle3
 from poss_jax.convert.hf import read_target
 from poss_jax.convert.reading import FC, Reading, Sign, model_names, named
 from poss_jax.convert.source import Source

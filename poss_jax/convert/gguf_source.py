@@ -197,24 +197,13 @@ _CONFIG_KEYS = {
     "attention.head_count": ("num_attention_heads", Count),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", Fraction),
 }
-_OTHER_KEYS = {
-    "vocab_size",  # the embedding's rows count
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.sliding_window",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scale_linear",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.attn_factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",
-    "tensor_data_layout",
-    "expert_count",  # refused as experts
-    "expert_used_count",
-}
+# Other known keys. Instead of `vocab_size` the embedding's rows count; experts are refused as such.
+_OTHER_KEYS = (
+    "vocab_size attention.head_count_kv attention.key_length attention.value_length "
+    "attention.sliding_window rope.dimension_count rope.freq_base rope.scale_linear "
+    "rope.scaling.type rope.scaling.factor rope.scaling.attn_factor rope.scaling.finetuned "
+    "rope.scaling.original_context_length tensor_data_layout expert_count expert_used_count"
+).split()
 
 # Tensors that are not weights but settings of the rope.
 _DIVISORS, _SHORT, _LONG = (
@@ -249,12 +238,6 @@ STOPS = frozenset(
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
 _TRAINED = "original_max_position_embeddings"
-_LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    _TRAINED: 8192,
-}
 
 
 @dataclass(frozen=True)
@@ -343,8 +326,8 @@ def _read_rotated(read: Callable[[], np.ndarray], heads: int) -> np.ndarray:
 def _stop_ids(gguf: GgufFile) -> list[int]:
     """Lists the tokens that end a text, from the metadata and from a list of well-known ones."""
     named = [gguf.special_id(name) for name in ("eos", "eot", "eom")]
-    known = [index for index, token in enumerate(gguf.tokens) if token in STOPS]
-    return list(dict.fromkeys(index for index in (*named, *known) if index is not None))
+    usual_stops = [index for index, token in enumerate(gguf.tokens) if token in STOPS]
+    return list(dict.fromkeys(index for index in (*named, *usual_stops) if index is not None))
 
 
 def _refuse_unknown(gguf: GgufFile, longest: int) -> None:
@@ -409,11 +392,12 @@ def _read_divisors(gguf: GgufFile, theta: float, head_dim: int, longest: int) ->
     divisors = _values_of(gguf, _DIVISORS, head_dim)
     factor = max(divisors, default=1.0)
     # Llama 3.1's divisor of each frequency: 1 for high ones, the factor for low ones.
-    low, high, trained = (_LLAMA3[key] for key in ("low_freq_factor", "high_freq_factor", _TRAINED))
+    low, high, trained = 1.0, 4.0, 8192
     turns = theta ** (-np.arange(0, head_dim, 2) / head_dim) * trained / (2 * math.pi)
     share = np.clip((turns - low) / (high - low), 0.0, 1.0)
     if np.allclose(divisors, 1 / ((1 - share) / factor + share), rtol=1e-5, atol=0):
-        return _LLAMA3 | {"factor": factor}
+        factors = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+        return {"rope_type": "llama3", **factors, _TRAINED: trained}
     return {
         "rope_type": "longrope",
         "short_factor": divisors,

