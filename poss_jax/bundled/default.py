@@ -112,7 +112,7 @@ def default_target() -> Path:
       UserError: the weights were not fetched, differ from the published ones, or the cache
         folder cannot be written.
     """
-    return convert_once(_NAME, find_gguf, "target", "--dtype", "bfloat16", "--quantise", _KIND)
+    return _convert_once(_NAME, find_gguf, "target", "--dtype", "bfloat16", "--quantise", _KIND)
 
 
 def default_drafts() -> dict[str, Path]:
@@ -169,19 +169,13 @@ def find_model(source: str, *, target: str | Path | None = None) -> str | Path:
         name = real.name.removesuffix(".gguf")
     digest = hashlib.sha256("\n".join([*facts, str(target)]).encode()).hexdigest()
     kind = ["target"] if target is None else ["draft", "--target", str(target)]
-    return convert_once(f"{name}-{digest[:8]}", lambda: path if is_local else source, *kind)
+    return _convert_once(f"{name}-{digest[:8]}", lambda: path if is_local else source, *kind)
 
 
-def convert_once(name: str, find_source: Callable[[], str | Path], *command: str) -> Path:
+def _convert_once(name: str, find_source: Callable[[], str | Path], *command: str) -> Path:
     """Converts a checkpoint into the cache, unless that is done; returns the model folder.
 
-    Args:
-      name: name of the folder, without the version of its format.
-      find_source: finds the checkpoint if it must be converted.
-      command: the converter's other arguments.
-
-    Raises:
-      UserError: what `find_source` or the converter refuses, or the cache folder cannot be written.
+    Its name gets the version of the format; `command` holds the converter's other arguments.
     """
     folder = cache_folder() / "models" / f"{name}-v{FORMAT_VERSION}"
     record = folder / "model.json"  # the folder is written atomically

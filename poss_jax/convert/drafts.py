@@ -362,16 +362,12 @@ def _read_vocabulary(source: Source, config: DraftConfig) -> tuple[int, ...] | N
     V, Vd = config.layer.vocab_size, config.head_size
     if Vd in (None, V):  # the original then ignores the maps
         return None
-    if "d2t" not in source.names:
+    offsets = source.tensors.get(source.names.get("d2t", ""))
+    if offsets is None or (offsets.dtype, offsets.shape) != ("int64", (Vd,)):
+        got = "none" if offsets is None else f"{offsets.dtype} {list(offsets.shape)}"
         raise UserError(
-            f"{source.folder}: draft_vocab_size {Vd} of {V} tokens, but the weights hold no d2t, "
-            "which says of which; give the draft's own files"
-        )
-    offsets = source.tensors[source.names["d2t"]]
-    if (offsets.dtype, offsets.shape) != ("int64", (Vd,)):
-        raise UserError(
-            f"{source.folder}: d2t: want int64 [{Vd}], got {offsets.dtype} {list(offsets.shape)}; "
-            "give the draft's own files"
+            f"{source.folder}: draft_vocab_size {Vd} of {V} tokens: d2t, which says of which: want "
+            f"int64 [{Vd}], got {got}; give the draft's own files"
         )
     ids = offsets.read() + np.arange(Vd)
     if ids.min() < 0 or ids.max() >= V or (np.diff(ids) <= 0).any():

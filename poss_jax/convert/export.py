@@ -28,8 +28,6 @@ from poss_jax.convert.source import HUB_ID
 from poss_jax.model.families import method_of
 from poss_jax.model.parameters import flatten_item
 
-MAX_SHARD_BYTES = 5_000_000_000
-
 
 class Tensor(NamedTuple):
     """A tensor to write, made of one array of a model folder or, if fused, of several."""
@@ -250,7 +248,7 @@ def write_export(
     arrays: Iterable[tuple[str, np.ndarray]],
     *,
     as_bin: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes an exported checkpoint with its SHA256SUMS, or nothing at all.
 

@@ -56,8 +56,8 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
 }
-_ADD_BOS = (*_LLAMA3_NAMES, "tekken")  # unless the file says no
-_WHOLE_WORDS = _ADD_BOS  # a word that is a token is not put together by merges
+# Unless the file says no, bos comes first; a word that is a token is not put together by merges.
+_LLAMA3_LIKE = (*_LLAMA3_NAMES, "tekken")
 _NORMALISED = ("qwen2", "deepseek-r1-qwen")
 
 
@@ -117,7 +117,7 @@ def _byte_level(gguf: GgufFile) -> Tokenizer:
     for merge in gguf.read("tokenizer.ggml.merges", list[str]):
         first, _, second = merge[1:].partition(" ")  # the first character may be a space itself
         merges.append((merge[:1] + first, second))
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _LLAMA3_LIKE))
     if name in _NORMALISED:
         tokenizer.normalizer = normalizers.NFC()
     words = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in _PATTERNS[name]]
@@ -187,7 +187,7 @@ def _add_ends(tokenizer: Tokenizer, gguf: GgufFile, ids: dict[str, int]) -> None
     """Puts bos before a text and eos after it, if the model wants that."""
     metadata = gguf.metadata
     is_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
-    usual = is_sentencepiece or metadata.get("tokenizer.ggml.pre") in _ADD_BOS
+    usual = is_sentencepiece or metadata.get("tokenizer.ggml.pre") in _LLAMA3_LIKE
     adds = {"bos": metadata.get("tokenizer.ggml.add_bos_token", usual)}
     adds |= {"eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
     tokens = gguf.tokens

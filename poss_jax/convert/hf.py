@@ -123,7 +123,7 @@ def parse_llama_config(
             "head_dim": _get(values, "head_dim", head_dim),
             "max_position_embeddings": longest,
             "rms_norm_eps": _get(values, "rms_norm_eps", 1e-6),
-            "rope": read_rope(values, longest, origin),
+            "rope": _read_rope(values, longest, origin),
             "tie_embeddings": _get(values, "tie_word_embeddings", False),
             **_differences(values),
             "bos_token_id": values.get("bos_token_id"),
@@ -231,15 +231,8 @@ _ROPE_OPTIONAL = {
 }
 
 
-def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str, Any]:
-    """Reads the fields of `RopeConfig`.
-
-    Args:
-      longest: its max_position_embeddings.
-
-    Raises:
-      UserError: another type of rope, or settings that contradict each other.
-    """
+def _read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str, Any]:
+    """Reads the fields of `RopeConfig`; `longest` is the model's max_position_embeddings."""
     settings = _join_spellings(values, origin)
     kind = settings.pop("type")
     if kind == "yarn":

@@ -24,6 +24,7 @@ from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.reading import (
+    EMBEDDING,
     HEAD,
     DType,
     Reading,
@@ -31,14 +32,11 @@ from poss_jax.convert.reading import (
     cut_tensors,
     list_counts,
     place_specialists,
-    source_key,
 )
 from poss_jax.convert.source import LazyTensor, open_source
 from poss_jax.model.parameters import table_of
 from poss_jax.model.quantise import is_quantisable, quantise_items
 from poss_jax.shapes import Params
-
-_EMBED = source_key("embed", ("weight",))
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def plan_target(
     assert isinstance(config, LlamaConfig)
     opened.check_tokenizer()
     tokenizer = opened.tokenizer_folder
-    embedding = tensors[_EMBED].read()
+    embedding = tensors[EMBEDDING].read()
     head = embedding if config.tie_embeddings else tensors[HEAD].read()
     is_twice = config.tie_embeddings and HEAD in tensors
     if is_twice and not same_up_to_rounding(embedding, tensors[HEAD].read()):

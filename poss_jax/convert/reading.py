@@ -110,6 +110,7 @@ def cut_tensors(tensors: Mapping[str, LazyTensor], keys: Iterable[str]) -> dict[
 FC = source_key("fc", ("weight",))
 FC_BIAS = source_key("fc", ("bias",))
 QUERY = source_key("specialists/0", ("attention", "q", "weight"))
+EMBEDDING = source_key("embed", ("weight",))
 HEAD = source_key("head", ("weight",))
 
 # --------------------------------------------------------------------------------------------------
