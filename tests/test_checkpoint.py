@@ -403,7 +403,7 @@ def test_intact_folder(model):
 
 def test_too_little_memory_is_not_damage(model, monkeypatch):
     error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 16 bytes")
-    monkeypatch.setattr(folder_module, "_open_arrays", MagicMock(side_effect=error))
+    monkeypatch.setattr(folder_module, "_begin_read", MagicMock(side_effect=error))
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         load_item(model, read_record(model), "embed")
 
