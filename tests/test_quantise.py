@@ -429,9 +429,7 @@ def test_drafts_are_converted_for_a_quantised_target(tmp_path):
     with pytest.raises(UserError, match=r"lm_head.weight differs from the head of the target"):
         run("draft", source=tmp_path / "other", **given)
     run("draft", source=tmp_path / "same", **given)
-    assert (
-        read_record(tmp_path / "draft").target == read_record(tmp_path / "target", "target").target
-    )
+    assert read_record(tmp_path / "draft").target == read_record(tmp_path / "target").target
 
 
 # --------------------------------------------------------------------------------------------------
