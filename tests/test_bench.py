@@ -173,7 +173,7 @@ def test_methods_that_cannot_be_compared_are_refused(settings, error) -> None:
 
 def test_other_methods_than_coupled_drafts_are_neither_checked_nor_tuned(flags) -> None:
     for main_of in (lossless, tune):
-        with pytest.raises(UserError, match="keeps the target's distribution only"):
+        with pytest.raises(UserError, match="sampled drafts change texts; choose"):
             main_of([*flags, *"--temperature 1 --drafting sampled".split()])
     with pytest.raises(UserError, match="want drafts alone, got methods"):
         lossless(["--target=t", "--draft=d=d", "methods.a.quantise=int8"])
