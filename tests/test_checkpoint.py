@@ -23,8 +23,13 @@ from models import IDENTITY, assert_same, random_target, tiny_llama
 from poss_jax.checkpoint import folder as folder_module
 from poss_jax.checkpoint.folder import load_draft, load_item, load_target, read_draft
 from poss_jax.checkpoint.record import new_record, provenance, read_record, tokenizer_hashes
-from poss_jax.checkpoint.sums import hash_item, hash_values
-from poss_jax.checkpoint.writing import target_identity, verify_model, write_model
+from poss_jax.checkpoint.writing import (
+    hash_item,
+    hash_values,
+    target_identity,
+    verify_model,
+    write_model,
+)
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import (

@@ -30,17 +30,15 @@ from flax.traverse_util import flatten_dict
 from programs import refusal
 from safetensors.numpy import load_file, save_file
 
-from poss_jax.checkpoint import sums, torch_io
+from poss_jax.checkpoint import torch_io, writing
 from poss_jax.checkpoint.record import read_record
-from poss_jax.checkpoint.sums import write_sums
-from poss_jax.checkpoint.writing import copy_tokenizer
+from poss_jax.checkpoint.writing import copy_tokenizer, write_sums
 from poss_jax.config.json_reading import MAX_BYTES
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main
 from poss_jax.convert.hf import parse_llama_config
-from poss_jax.convert.inspection import inspect
-from poss_jax.convert.plan import is_finite, plan_draft, plan_target
+from poss_jax.convert.plan import inspect, is_finite, plan_draft, plan_target
 from poss_jax.convert.reading import slots_by_key
 from poss_jax.convert.source import open_tensors
 from poss_jax.data.tokenizer import load_tokenizer
@@ -467,7 +465,7 @@ def test_checksums_inside_a_bin_file_are_for_files_without_others(tmp_path, monk
 
 
 def test_every_chunk_is_looked_at(monkeypatch):
-    monkeypatch.setattr(sums, "_CHUNK", 4)
+    monkeypatch.setattr(writing, "_CHUNK_VALUES", 4)
     for index in range(10):
         values = np.zeros(10, np.float32)
         assert is_finite(values)

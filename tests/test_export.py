@@ -27,9 +27,8 @@ from test_hf_config import LLAMA, TARGETS
 
 from poss_jax.checkpoint.folder import load_item, load_target
 from poss_jax.checkpoint.record import new_record, read_record
-from poss_jax.checkpoint.sums import read_sums
 from poss_jax.checkpoint.torch_io import read_bin
-from poss_jax.checkpoint.writing import target_identity, verify_model, write_model
+from poss_jax.checkpoint.writing import read_sums, target_identity, verify_model, write_model
 from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.export import plan_export, write_export

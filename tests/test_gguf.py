@@ -28,8 +28,7 @@ from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main
 from poss_jax.convert.gguf_source import open_gguf
-from poss_jax.convert.inspection import inspect
-from poss_jax.convert.plan import plan_target
+from poss_jax.convert.plan import inspect, plan_target
 from poss_jax.convert.source import open_source
 from poss_jax.model.documents import encode
 from poss_jax.model.linear import linear

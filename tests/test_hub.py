@@ -19,7 +19,7 @@ _SCRIPT = """
 import json, sys
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main
-from poss_jax.convert.inspection import inspect
+from poss_jax.convert.plan import inspect
 said = {}
 for number, arguments in enumerate(json.loads(sys.argv[1])):
     try:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from poss_jax.checkpoint.record import FORMAT_VERSION
-from poss_jax.checkpoint.sums import hash_file
 from poss_jax.checkpoint.whole import hold_lock
+from poss_jax.checkpoint.writing import hash_file
 from poss_jax.config.decoding import SMOLLM2, SamplingConfig
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.paths import (
@@ -57,9 +57,6 @@ def find_bundled(name: str | AnyPath) -> str | AnyPath:
 
     Args:
       name: `smollm2`, or a draft's name such as EAGLE-2, in any case. `./EAGLE-2` is a folder.
-
-    Raises:
-      UserError: what `default_target` refuses.
     """
     if str(name) == SMOLLM2:
         return default_target()
@@ -149,9 +146,6 @@ def find_model(source: str, *, target: str | Path | None = None) -> str | Path:
       source: a model folder, which is returned as it is; a checkpoint's folder, a GGUF file, or a
         Hub id.
       target: model folder of the target, if `source` is a draft.
-
-    Raises:
-      UserError: what the converter refuses.
     """
     if is_uri(source):
         return source

@@ -23,13 +23,7 @@ ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
 def read_dense(folder: str | AnyPath) -> ModelRecord:
-    """Reads the record of a target's folder whose weights no quantisation has rounded.
-
-    Models are trained, and drafts analysed, with such a target.
-
-    Raises:
-      UserError: what `read_record` refuses, a draft, or a quantised target.
-    """
+    """Reads the record of a target to train or analyse with; refuses a quantised one."""
     record = read_record(folder, "target")
     if record.quantised is None:
         return record
@@ -216,11 +210,7 @@ def _begin_read(stored: ts.TensorStore, layout: jax.ShapeDtypeStruct) -> Callabl
 
 
 def describe_item(folder: str | AnyPath, record: ModelRecord, name: str) -> Params:
-    """Reads one item's shapes and types, as `jax.ShapeDtypeStruct`, without its weights.
-
-    Raises:
-      UserError: the item is missing, damaged, or does not match the config.
-    """
+    """Reads one item's shapes and types, as `jax.ShapeDtypeStruct`, without its weights."""
     return jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype),
         _open_item(folder, record, name),

@@ -240,11 +240,7 @@ def read_record(folder: str | AnyPath, family: str | None = None) -> ModelRecord
 
 
 def check_fit(origin: str, draft: DraftConfig, target: ModelRecord) -> None:
-    """Checks that a draft reads features and tokens of a target's sizes.
-
-    Raises:
-      UserError: hidden size or vocabulary differ, or the record is a draft's.
-    """
+    """Raises UserError unless a draft reads features and tokens of a target's sizes."""
     name = target.target.name
     if not isinstance(target.config, LlamaConfig):
         raise UserError(f"{origin}: want a target to draft for, got a draft (made for {name})")
@@ -282,24 +278,14 @@ class DraftVocabulary:
 
 
 def write_draft_vocabulary(path: Path, vocabulary: DraftVocabulary) -> None:
-    """Writes a draft vocabulary as a JSON file, whole or not at all.
-
-    Raises:
-      UserError: it cannot be written.
-    """
+    """Writes a draft vocabulary as a JSON file, whole or not at all (see `write_output`)."""
     fields = config_to_dict(vocabulary).items()
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields]  # of many ids
     write_output(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
-    """Reads the tokens of a draft vocabulary.
-
-    Args:
-      path: JSON file that `poss draft-vocab` writes.
-
-    Returns:
-      [Vd] int32, ascending ids of the target.
+    """Reads the file of a draft vocabulary: [Vd] int32, ascending ids of the target.
 
     Raises:
       UserError: unreadable, not a draft vocabulary, or made for another vocabulary size.
@@ -314,10 +300,7 @@ def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
 
 
 def with_vocabulary(record: ModelRecord, tokens: Iterable[int], *, origin: str) -> ModelRecord:
-    """Returns the record of a draft that proposes only some tokens of the target's head.
-
-    Args:
-      tokens: ids of the target, ascending.
+    """Returns the record of a draft that proposes only some tokens, ascending ids of the target.
 
     Raises:
       UserError: the draft has its own head, which fixes its vocabulary.

@@ -69,9 +69,6 @@ def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     Args:
       arrays: arrays by name; NumPy types that PyTorch has, or `ml_dtypes.bfloat16`.
-
-    Raises:
-      UserError: torch is not installed, or the file cannot be written.
     """
     torch = _import_torch(Path(path).name)
     state = {}

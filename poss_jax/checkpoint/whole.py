@@ -88,9 +88,6 @@ def replaced(path: AnyPath) -> Iterator[Path]:
     """Yields a local path to write; it becomes the file at the end, or vanishes.
 
     Readers find the old file or the new one.
-
-    Raises:
-      OSError: it cannot be written; the old file stays.
     """
     with uploaded(path.parent) as folder:
         if not isinstance(path, Path):
@@ -186,11 +183,7 @@ def hold_lock(path: Path, if_held: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def sole_writer(output: str | AnyPath) -> Iterator[None]:
-    """Keeps other processes from writing a file or folder; does nothing at a URI.
-
-    Raises:
-      UserError: another process writes it, or it cannot be written at all.
-    """
+    """Keeps other processes from writing a file or folder, or refuses; does nothing at a URI."""
     if is_uri(output):  # an object store has no locks
         yield
         return

@@ -1,36 +1,40 @@
-"""Writing model folders: atomically, with checksums, which `verify_model` compares."""
+"""Writing model folders: atomically, with checksums, which `verify_model` compares.
+
+Files have theirs in a SHA256SUMS file (`sha256sum -c` reads it too), arrays in `model.json`.
+"""
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from poss_jax.checkpoint.folder import check_item, load_item
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, TargetIdentity, read_record
-from poss_jax.checkpoint.sums import (
-    SUMS_FILE,
-    check_file,
-    hash_item,
-    hash_values,
-    read_sums,
-    write_sums,
-)
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.json_reading import check_own_file
 from poss_jax.config.paths import AnyPath, as_path, local_files
 from poss_jax.config.reading import UserError, config_to_dict, one_line
+from poss_jax.model.parameters import flatten_item
 from poss_jax.model.quantise import unpack
 from poss_jax.shapes import Params
+
+SUMS_FILE = "SHA256SUMS"
+
+_SUMS_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+_CHUNK_VALUES = 1 << 22  # of an array, hashed or compared at a time
 
 # Most bytes of a piece of a stored array: a device that holds part of an array reads the pieces
 # with that part.
@@ -77,11 +81,7 @@ def write_model(
 
 
 def copy_tokenizer(source: AnyPath, folder: Path) -> None:
-    """Copies the tokenizer's files, if there are any.
-
-    Raises:
-      UserError: what `check_own_file` refuses.
-    """
+    """Copies the tokenizer's files, if there are any; refuses what `check_own_file` does."""
     with local_files(source, TOKENIZER_FILES) as local:
         for name in TOKENIZER_FILES:
             check_own_file(local / name)
@@ -90,12 +90,7 @@ def copy_tokenizer(source: AnyPath, folder: Path) -> None:
 
 
 def target_identity(name: str, revision: str | None, embedding: Any, head: Any) -> TargetIdentity:
-    """Identifies a target by the weights that drafts share.
-
-    Args:
-      embedding: [V, D], in any floating type.
-      head: [V, D], likewise; the embedding itself when they are tied.
-    """
+    """Identifies a target by embedding and head [V, D], in any float type; one array if tied."""
     embedding_sha256 = hash_values(embedding)
     return TargetIdentity(
         name=name,
@@ -106,12 +101,9 @@ def target_identity(name: str, revision: str | None, embedding: Any, head: Any) 
 
 
 def verify_model(folder: str | AnyPath) -> ModelRecord:
-    """Compares every file and every array of a model folder with its checksum.
+    """Compares every file and array of a model folder with its checksum; returns its record.
 
     Loading does not, since it would read a large model twice.
-
-    Returns:
-      The record in `model.json`.
 
     Raises:
       UserError: names the first file or item that is missing, unreadable or changed, or says that
@@ -142,12 +134,7 @@ def verify_model(folder: str | AnyPath) -> ModelRecord:
 
 
 def write_item(folder: Path, name: str, item: Params, shapes: Params) -> str:
-    """Writes one item of a model; returns its checksum.
-
-    Raises:
-      UserError: it does not have these shapes.
-      OSError: it cannot be written.
-    """
+    """Writes one item of a model, which must have these shapes; returns its checksum."""
     import orbax.checkpoint as ocp
 
     # NumPy arrays keep this machine's devices out of the item's metadata.
@@ -193,3 +180,82 @@ def _writer() -> Any:
     # Weights barely compress, and trying would double the memory.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+# --------------------------------------------------------------------------------------------------
+# Checksums
+
+
+def hash_values(array: Any) -> str:
+    """SHA-256 of shape and values as bfloat16, independent of the stored type.
+
+    A float32 array, its bfloat16 cast, and that cast as float32 again have one hash. (Rounding to
+    float16 on the way may give another bfloat16, and so another hash.)
+    """
+    array = np.ascontiguousarray(array)
+    digest = hashlib.sha256(f"bfloat16 {array.shape}".encode())
+    for values in cut_values(array):
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = values.astype(ml_dtypes.bfloat16)
+        digest.update(rounded.view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def cut_values(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Cuts an array's values into pieces, so that what is made of them is not as long."""
+    values = array.reshape(-1)
+    return (values[start : start + _CHUNK_VALUES] for start in range(0, values.size, _CHUNK_VALUES))
+
+
+def hash_item(item: Params) -> str:
+    """SHA-256 of the paths, types, shapes and bytes of an item's arrays."""
+    digest = hashlib.sha256()
+    for path, leaf in sorted(flatten_item(item).items()):
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{'/'.join(path)} {array.dtype.name} {array.shape}\n".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def hash_file(path: AnyPath) -> str:
+    """SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def write_sums(folder: Path, names: Iterable[str]) -> None:
+    """Writes SHA256SUMS for files of a folder (paths relative to it)."""
+    lines = [f"{hash_file(folder / name)}  {name}\n" for name in sorted(names)]
+    (folder / SUMS_FILE).write_text("".join(lines))
+
+
+def read_sums(folder: AnyPath) -> dict[str, str]:
+    """SHA-256 by file name, from the folder's SHA256SUMS; empty without that file.
+
+    Raises:
+      UserError: a line that sha256sum would not write.
+    """
+    path = folder / SUMS_FILE
+    if not path.is_file():
+        return {}
+    sums: dict[str, str] = {}
+    lines = path.read_bytes().decode(errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        match = _SUMS_LINE.fullmatch(line)
+        if match is None:
+            raise UserError(
+                f"{path}: line {number}: want a SHA-256 and a file name, got {line[:80]!r}; "
+                "fetch the file again"
+            )
+        sums[match[2].removeprefix("./")] = match[1]
+    return sums
+
+
+def check_file(path: AnyPath, want: str) -> None:
+    """Raises UserError if a file differs from its SHA-256."""
+    got = hash_file(path)
+    if got != want:
+        raise UserError(
+            f"{path}: {SUMS_FILE} says SHA-256 {want}, got {got}; the file is damaged or was "
+            "changed, fetch it again"
+        )

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _inspect(**options: Any) -> None:
     with waiting("importing JAX ..."):
-        from poss_jax.convert.inspection import inspect
+        from poss_jax.convert.plan import inspect
     inspection = inspect(**options)
     lines = [f"{name:24}{text}" for name, text in inspection.facts.items()]
     lines += ["", *_format_rows(inspection.rows), ""] if inspection.rows else []

@@ -15,9 +15,8 @@ from safetensors.numpy import save_file
 from poss_jax.checkpoint import torch_io
 from poss_jax.checkpoint.folder import describe_item, load_item
 from poss_jax.checkpoint.record import ModelRecord, read_record
-from poss_jax.checkpoint.sums import write_sums
 from poss_jax.checkpoint.whole import whole_folder
-from poss_jax.checkpoint.writing import copy_tokenizer
+from poss_jax.checkpoint.writing import copy_tokenizer, write_sums
 from poss_jax.config import __version__
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import AnyPath, as_path

@@ -270,6 +270,8 @@ class GgufSource(Source):
             )
         embedding = gguf.tensors.get("token_embd.weight")
         rotated = gguf.of_model("rope.dimension_count", Count, head_dim)
+        stop_ids = [gguf.special_id(name) for name in ("eos", "eot", "eom")]
+        stop_ids += [index for index, token in enumerate(gguf.tokens) if token in STOPS]
         return values | {
             "model_type": gguf.architecture,
             "vocab_size": embedding.shape[0] if embedding else len(gguf.tokens),
@@ -282,7 +284,7 @@ class GgufSource(Source):
             "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
             "bos_token_id": gguf.special_id("bos"),
-            "eos_token_id": _stop_ids(gguf),
+            "eos_token_id": [*dict.fromkeys(index for index in stop_ids if index is not None)],
             **_read_rope(gguf, head_dim, longest),
         }
 
@@ -321,13 +323,6 @@ def _read_rotated(read: Callable[[], np.ndarray], heads: int) -> np.ndarray:
     rows = read()
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _stop_ids(gguf: GgufFile) -> list[int]:
-    """Lists the tokens that end a text, from the metadata and from a list of well-known ones."""
-    named = [gguf.special_id(name) for name in ("eos", "eot", "eom")]
-    usual_stops = [index for index, token in enumerate(gguf.tokens) if token in STOPS]
-    return list(dict.fromkeys(index for index in (*named, *usual_stops) if index is not None))
 
 
 def _refuse_unknown(gguf: GgufFile, longest: int) -> None:

@@ -62,11 +62,7 @@ _NORMALISED = ("qwen2", "deepseek-r1-qwen")
 
 
 def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json.
-
-    Raises:
-      UserError: a kind of tokenizer or pre-tokenizer that is not known, or a broken vocabulary.
-    """
+    """Writes tokenizer.json and tokenizer_config.json; refuses unknown kinds of tokenizers."""
     kind = gguf.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise UserError(

@@ -61,11 +61,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def read_target(source: Source) -> Reading:
-    """Reads a target of the Llama family in Hugging Face's layout.
-
-    Raises:
-      UserError: a missing or malformed file, or a model that cannot be converted.
-    """
+    """Reads a target of the Llama family in Hugging Face's layout; refuses any other."""
     path = source.folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     config = parse_llama_config(source.values, generation, origin=source.config_name)

@@ -81,10 +81,7 @@ def other_widths(layer: LlamaConfig) -> list[str]:
 
 
 def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """Describes a target to `transformers` 4 and 5.
-
-    Args:
-      dtype: type that its weights are written in.
+    """Describes a target, with weights of this type, to `transformers` 4 and 5.
 
     Raises:
       UserError: no family of Hugging Face has these biases and norms.

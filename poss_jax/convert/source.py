@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from poss_jax.checkpoint import torch_io
 from poss_jax.checkpoint.record import TOKENIZER_FILES
-from poss_jax.checkpoint.sums import SUMS_FILE, check_file, hash_file, read_sums
+from poss_jax.checkpoint.writing import SUMS_FILE, check_file, hash_file, read_sums
 from poss_jax.config.json_reading import check_own_file, parse_object, read_json
 from poss_jax.config.reading import UserError
 

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poss_jax.config.reading import UserError
-from poss_jax.convert.inspection import inspect
-from poss_jax.convert.plan import plan_target
+from poss_jax.convert.plan import inspect, plan_target
 from poss_jax.data.tokenizer import load_tokenizer
 
 MOST_SECONDS = 10.0  # of the processor, for a file of a few kilobytes
