@@ -15,7 +15,7 @@ import pytest
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.step import TrainState
-from train.loop import Diverged, RunLog, check_loggers, next_level, open_loggers
+from train.loop import LOGGERS, Diverged, RunLog, check_loggers, next_level
 from train.run_folder import RunFolder, claim_folder
 
 MODEL = dict.fromkeys(
@@ -447,8 +447,7 @@ def test_wandb_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.Monkey
     config = config_for(tmp_path, loggers=["wandb"])
     for command in ("a", "a", "b"):
         (tmp_path / "provenance.json").write_text(json.dumps({"command": command}))
-        (logger,) = open_loggers(config, tmp_path, first_step=10)
-        logger.log(11, {"loss": 2.0})
+        LOGGERS["wandb"](config, tmp_path, first_step=10).log(11, {"loss": 2.0})
     first, again, anew = (call["id"] for call in opened)
     assert first == again != anew
     assert opened[0]["name"] == tmp_path.name and opened[0]["resume"] == "allow"

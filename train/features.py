@@ -313,11 +313,7 @@ def find_features(
 
 
 def is_complete(features: FeatureCache | None) -> bool:
-    """True in every process if all features are known without the target.
-
-    Raises:
-      UserError: they are complete, but this process does not see them.
-    """
+    """True in every process if all features are known without the target; each must see them."""
     if features is None or not broadcast_from_first(lambda: not features.missing):
         return False
     features.check_seen()
@@ -365,11 +361,7 @@ def fill_cache(
 ) -> None:
     """Writes the missing shards of training rows and held-out rows, `batch_size` rows at a time.
 
-    All processes compute, the first one writes.
-
-    Raises:
-      UserError: this process does not see the cache.
-      OSError: the shards cannot be written, in the first process.
+    All processes compute, the first one writes. Refuses a cache that this process does not see.
     """
     names = [field.name for field in fields(Rows)]
     rows = Rows(*(np.concatenate([getattr(rows, name) for rows in parts]) for name in names))
@@ -404,11 +396,9 @@ def fill_cache(
 def measure_deviations(
     target: Params, config: TrainConfig, record: ModelRecord, rows: Rows, mesh: Mesh
 ) -> tuple[float, ...]:
-    """Standard deviation of each dimension of the target's features, over the first rows.
+    """Standard deviation of each dimension of the target's features, over the first rows' text.
 
-    Args:
-      target: its layers are used if the rows bring no features.
-      rows: the rows to train on; padding does not count.
+    The target's layers are used if the rows bring no features.
     """
     encode_batch = make_encode(target, config, record, mesh) if "layers" in target else None
 

@@ -90,7 +90,8 @@ class RunLog:
         self._pending: tuple[int, dict[str, Any]] | None = None
         self._started = time.monotonic()
         self._last_line = first_step, self._started
-        self._loggers = open_loggers(config, folder.path, first_step) if is_first_process() else []
+        names = config.loggers if is_first_process() else ()
+        self._loggers = [LOGGERS[name](config, folder.path, first_step) for name in names]
         self._shown: dict[str, str] = {}
         self._progress = progress_bar(
             total=config.num_steps * self._tokens_per_step,
@@ -205,7 +206,7 @@ class _Wandb:
         self._run.finish()
 
 
-Logger = _TensorBoard | _Wandb
+LOGGERS = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
@@ -217,12 +218,6 @@ def check_loggers(config: TrainConfig) -> None:
                 f"loggers: {name} needs the package {package}, which is not installed; "
                 f"pip install 'poss-jax[{name}]', or take {name} out of loggers"
             )
-
-
-def open_loggers(config: TrainConfig, folder: AnyPath, first_step: int) -> list[Logger]:
-    """Opens every logger of the run; `first_step` is the last completed step."""
-    kinds = {"tensorboard": _TensorBoard, "wandb": _Wandb}
-    return [kinds[name](config, folder, first_step) for name in config.loggers]
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
@@ -240,10 +235,7 @@ def scalars(metrics: dict[str, Any]) -> dict[str, float]:
 def run_steps(
     config: TrainConfig, folder: RunFolder, stage: Stage, step_fn: StepFunction, state: TrainState
 ) -> TrainState:
-    """Trains from the state's step to the last, or until a signal stops the run.
-
-    Returns:
-      The last state, already saved.
+    """Trains from the state's step to the last or until a signal; returns the last state, saved.
 
     Raises:
       UserError: the run diverged; checkpoints from before remain.
@@ -326,8 +318,7 @@ def _describe_divergence(
 def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
     """Formats the predictions at a few positions of the first `num_samples` validation rows.
 
-    Returns:
-      Markdown: a table per row, with a line per position and a column per depth.
+    Markdown: a table per row, with a line per position and a column per depth.
     """
     depth = len(shown.tokens)
     head = ["text before", *(f"depth {d}" for d in range(depth))]

@@ -57,7 +57,6 @@ def plan_draft_step(
     """Plans the step that trains a draft, on a mesh whose devices need not exist.
 
     Args:
-      dtype: dtype of computation.
       has_features: whether batches bring the target's features, so its layers are not needed.
     """
 
@@ -129,11 +128,7 @@ def describe_devices(planned: PlannedStep, compile_for: str | None) -> dict[str,
 
 
 def check_memory(planned: PlannedStep) -> None:
-    """Refuses a step that cannot fit the devices of this machine.
-
-    Raises:
-      UserError: the persistent arrays plus one layer's output exceed a device's memory.
-    """
+    """Raises UserError if what stays plus one layer's output exceeds a device's memory."""
     needed = bytes_per_device((planned.state, planned.inputs)) + planned.hidden
     available = device_memory()
     if available is not None and needed > available:
@@ -176,11 +171,7 @@ def _hidden_bytes(llama: LlamaConfig, config: TrainConfig, dtype: Any, mesh: Mes
 
 
 def tpu_slice(name: str) -> list[Any]:
-    """Devices of a TPU slice such as `v5p:2x2x1`.
-
-    Raises:
-      UserError: no such slice, or no compiler for it.
-    """
+    """Devices of a TPU slice such as `v5p:2x2x1`; UserError without the slice or its compiler."""
     if jax.default_backend() != "tpu":  # without a TPU libtpu would look for one
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:

@@ -51,11 +51,7 @@ class RunMetrics:
 
 
 def read_run(folder: str) -> RunMetrics:
-    """Reads the metrics of a run, which may still be running.
-
-    Raises:
-      UserError: no run, a line that lacks a value, or no validation yet.
-    """
+    """Reads the metrics of a run, which may still be running but has validated."""
     path = as_path(folder)
     try:
         config = parse_yaml(read_text(path / "config.yaml"))

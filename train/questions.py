@@ -53,13 +53,10 @@ class Question:
 
 
 def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
-    """Reads the questions of all records of a data set.
+    """Reads the questions of all records of a data set; refuses one without any.
 
     Args:
       tokenizer: its special tokens may not be spelled out; None allows all text.
-
-    Raises:
-      UserError: nothing to read.
     """
     special = re.compile("(?!)") if tokenizer is None else special_pattern(tokenizer)
     questions: list[Question] = []
@@ -90,10 +87,7 @@ def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
 def plan_questions(config: RegenerateConfig, tokenizer: Any) -> list[Question]:
     """Lists the questions: the source's, the target's own, or both by their shares.
 
-    Questions the target is to write have no user turn yet.
-
-    Raises:
-      UserError: the source holds too few.
+    Questions the target is to write have no user turn yet. Refuses a source with too few.
     """
     if config.self_prompt is None:
         return list_questions(config.data, tokenizer)

@@ -66,54 +66,48 @@ def regenerate(config: RegenerateConfig, *, overwrite: bool) -> dict[str, Any]:
     check_writable(output)
     _check_apart(config.data.source, output)
     with sole_writer(output):
-        load = _load_target if config.server is None else _find_server
-        return _answer_remaining(config, output, load(config), overwrite=overwrite)
-
-
-def _answer_remaining(
-    config: RegenerateConfig, output: Path, answerer: Answerer, *, overwrite: bool
-) -> dict[str, Any]:
-    questions = plan_questions(config, answerer.tokenizer)
-    asked = "".join(json.dumps([question.where, str(question.messages)]) for question in questions)
-    values = config_to_dict(config)
-    names = ["sampling", "max_new_tokens", "stop", "keeps_unfinished"]
-    if config.self_prompt is not None:
-        names += [name for name in values if name.startswith("self_prompt_")]
-    made_from = {
-        **answerer.made_from,
-        "data": values["data"],
-        "questions": len(questions),
-        "questions_sha256": hashlib.sha256(asked.encode()).hexdigest(),
-        "temperatures": values["temperatures"] or None,
-        **{name: values[name] for name in names},
-    }
-    files = AnswerFiles(output, made_from, answerer.window, overwrite=overwrite)
-    started, num_done = time.monotonic(), files.num_done
-    lines_to_come = answerer.answer(questions[num_done:])
-    if config.server is not None and not files.num_done:
-        lines_to_come = hold_refusals(lines_to_come)
-    if config.self_prompt is not None:
-        written = (line for _, line in json_lines(output)) if num_done else ()
-        lines_to_come = SeenQuestions(written).drop_repeated(lines_to_come)
-    with (
-        progress_bar(
-            total=len(questions), initial=num_done, desc="answer", unit="chat"
-        ) as progress,
-        closing(lines_to_come) as answers,
-    ):
-        for lines in answers:
-            files.add(lines)
-            progress.update(len(lines))
-    answered = files.counts.pop("answered", 0)
-    return {
-        "output": str(files.output),
-        "failed": str(files.failed),
-        "questions": len(questions),
-        "answered": answered,
-        "not_answered": files.counts,
-        "answered_before": num_done,
-        "seconds_with_compilation": round(time.monotonic() - started, 3),
-    }
+        answerer = _load_target(config) if config.server is None else _find_server(config)
+        questions = plan_questions(config, answerer.tokenizer)
+        asked = "".join(json.dumps([each.where, str(each.messages)]) for each in questions)
+        values = config_to_dict(config)
+        names = ["sampling", "max_new_tokens", "stop", "keeps_unfinished"]
+        if config.self_prompt is not None:
+            names += [name for name in values if name.startswith("self_prompt_")]
+        made_from = {
+            **answerer.made_from,
+            "data": values["data"],
+            "questions": len(questions),
+            "questions_sha256": hashlib.sha256(asked.encode()).hexdigest(),
+            "temperatures": values["temperatures"] or None,
+            **{name: values[name] for name in names},
+        }
+        files = AnswerFiles(output, made_from, answerer.window, overwrite=overwrite)
+        started, num_done = time.monotonic(), files.num_done
+        lines_to_come = answerer.answer(questions[num_done:])
+        if config.server is not None and not files.num_done:
+            lines_to_come = hold_refusals(lines_to_come)
+        if config.self_prompt is not None:
+            written = (line for _, line in json_lines(output)) if num_done else ()
+            lines_to_come = SeenQuestions(written).drop_repeated(lines_to_come)
+        with (
+            progress_bar(
+                total=len(questions), initial=num_done, desc="answer", unit="chat"
+            ) as progress,
+            closing(lines_to_come) as answers,
+        ):
+            for lines in answers:
+                files.add(lines)
+                progress.update(len(lines))
+        answered = files.counts.pop("answered", 0)
+        return {
+            "output": str(files.output),
+            "failed": str(files.failed),
+            "questions": len(questions),
+            "answered": answered,
+            "not_answered": files.counts,
+            "answered_before": num_done,
+            "seconds_with_compilation": round(time.monotonic() - started, 3),
+        }
 
 
 def _load_target(config: RegenerateConfig) -> Answerer:
@@ -269,7 +263,19 @@ class AnswerFiles:
                     f"output {output} was made otherwise ({key}: {saved.get(key)!r}, asked "
                     f"{value!r}); name another file, or start from scratch with --overwrite"
                 )
-        self._resume(window, made_from["questions"])
+        # Keep the complete windows.
+        keys = {self.output: "messages", self.failed: "reason"}
+        lines_of = {path: _read_lines(path, key) for path, key in keys.items()}
+        times = Counter(line["index"] for lines in lines_of.values() for line, _ in lines)
+        num_questions = made_from["questions"]
+        wrong = (index for index in range(num_questions) if times[index] != 1)
+        missing = next(wrong, num_questions)
+        self.num_done = missing if missing == num_questions else missing - missing % window
+        for path, lines in lines_of.items():
+            kept = [(line, end) for line, end in lines if line["index"] < self.num_done]
+            if path.exists():
+                os.truncate(path, kept[-1][1] if kept else 0)
+            self.counts.update(line.get("reason", "answered") for line, _ in kept)
 
     def add(self, lines: Iterable[Line]) -> None:
         """Writes the lines of a window."""
@@ -288,20 +294,6 @@ class AnswerFiles:
                 os.fsync(file.fileno())
         self.counts.update(line.get("reason", "answered") for line in lines)
         self.num_done += len(lines)
-
-    def _resume(self, window: int, num_questions: int) -> None:
-        """Keeps the complete windows."""
-        keys = {self.output: "messages", self.failed: "reason"}
-        lines_of = {path: _read_lines(path, key) for path, key in keys.items()}
-        times = Counter(line["index"] for lines in lines_of.values() for line, _ in lines)
-        wrong = (index for index in range(num_questions) if times[index] != 1)
-        missing = next(wrong, num_questions)
-        self.num_done = missing if missing == num_questions else missing - missing % window
-        for path, lines in lines_of.items():
-            kept = [(line, end) for line, end in lines if line["index"] < self.num_done]
-            if path.exists():
-                os.truncate(path, kept[-1][1] if kept else 0)
-            self.counts.update(line.get("reason", "answered") for line, _ in kept)
 
 
 def _read_lines(path: Path, key: str) -> list[tuple[Line, int]]:

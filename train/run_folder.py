@@ -135,12 +135,7 @@ class RunFolder:
     def save(
         self, step: int, state: TrainState, *, score: float | None, loss_level: float | None
     ) -> None:
-        """Saves the state in the background; it may be donated once this returns.
-
-        Args:
-          score: score of its validation; None if there was none.
-          loss_level: running mean of the loss.
-        """
+        """Saves the state in the background; it may be donated once this returns."""
         metrics = {"score": score, "loss_level": loss_level}
         with self._saving():
             self._write_metrics()

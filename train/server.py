@@ -61,10 +61,7 @@ class ChatClient:
     def answer(
         self, messages: Sequence[Any], sampling: SamplingConfig, config: RegenerateConfig
     ) -> tuple[Generation, dict[str, str]]:
-        """Answers a conversation.
-
-        Returns:
-          The answer, and other fields of its message: the target's reasoning.
+        """Answers a conversation; returns the other fields of the message (reasoning), too.
 
         Raises:
           Refused: the server refuses this question, or its answer is unusable.
@@ -177,11 +174,7 @@ def answer_questions(
 
 
 def hold_refusals(answers: Lines) -> Lines:
-    """Holds the first lines back until the server has accepted one question.
-
-    Raises:
-      UserError: the server refuses all of the first questions.
-    """
+    """Holds first lines back until the server accepts a question; UserError if it refuses all."""
     held, refused, num_failed = list[Line](), list[Line](), 0
     with closing(answers):
         for lines in answers:

@@ -73,13 +73,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class DraftStage:
-    """Trains the specialists of a frozen target; `TargetStage` has the same methods.
-
-    Attributes:
-      config: shape of the model that is trained.
-      rows: rows to train on; `validation_rows`: held-out ones.
-      report: what both were made from.
-    """
+    """Trains the specialists of a frozen target; `TargetStage` has the same methods."""
 
     # How many tokens after its own a row predicts first: it reads its feature and the next token.
     lookahead = 2

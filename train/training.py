@@ -121,7 +121,6 @@ def open_stage(config: TrainConfig, folder: AnyPath, *, plan_for: str | None = N
     """Reads all that the run needs except weights: text, tokenizer, model configs.
 
     Args:
-      folder: folder for prepared data.
       plan_for: plan a run for this machine (`here`) or a TPU slice such as `v5p:2x2x1`, without
         running it.
 

@@ -92,9 +92,6 @@ def choose_tokens(counts: np.ndarray, size: int) -> np.ndarray:
     """Chooses the most frequent tokens (EAGLE-3's rule) by their counts [V]; ids [size] int32.
 
     Ties go to the lowest ids, so tokens that never occur fill the vocabulary from the lowest id.
-
-    Raises:
-      UserError: the size is below 2 or above the number of tokens.
     """
     if not SMALLEST <= size <= len(counts):
         raise UserError(
