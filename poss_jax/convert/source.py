@@ -385,13 +385,10 @@ def _not_fetched() -> np.ndarray:
 
 
 def check_blob(path: Path) -> bool:
-    """Compares a file of the Hub's cache with its checksum; other files pass.
+    """Compares a file of the Hub's cache with its checksum; returns whether there was one.
 
     The cache names a file's contents by what the Hub says: SHA-256 for large files, git's SHA-1 for
-    small ones.
-
-    Returns:
-      Whether there was a checksum.
+    small ones. Other files pass.
 
     Raises:
       UserError: the contents differ.

@@ -127,13 +127,10 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 def encode_documents(
     documents: Sequence[Document], tokenizer: Any, template: ChatTemplate | None = None
 ) -> Iterator[list[Tokens] | Broken]:
-    """Tokenises documents of one kind.
+    """Tokenises documents of one kind: all of them texts, chats, chats as text, or tokens.
 
     A text becomes bos + tokens + eos, all trained; special tokens spelled out in it are plain
     text. In a chat the answers are trained, each after the tokens of its prompt.
-
-    Args:
-      documents: all of them texts, chats, chats as text, or tokens.
 
     Yields:
       The sequences of every document (several for some chats, see `ChatTemplate.render` and
@@ -184,10 +181,8 @@ def _join(chat: RenderedChat, encoded: Sequence[list[int]], tokenizer: Any) -> I
 
     One sequence holds all turns, unless a prompt tokenises differently from the turns before it. If
     an answer's start merges with the end of its prompt, later prompts hold the merged tokens; then
-    a new sequence starts with that prompt.
-
-    Args:
-      encoded: tokens up to the start and the end of each answer, then of the whole text.
+    a new sequence starts with that prompt. `encoded` holds the tokens up to the start and the end
+    of each answer, then of the whole text.
     """
     ids: list[int] = []
     trained: list[bool] = []

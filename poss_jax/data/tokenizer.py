@@ -33,11 +33,8 @@ def train_tokenizer(
 
     Only the first `TOKENIZER_SAMPLE_CHARACTERS` of the texts are used.
 
-    Args:
-      vocab_size: number of tokens, including 256 bytes and 3 special tokens.
-
     Raises:
-      UserError: the vocabulary cannot hold bytes and special tokens.
+      UserError: the vocabulary cannot hold 256 bytes and 3 special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
