@@ -76,8 +76,7 @@ def commit_pairs(
 
     Args:
       cache: T rows must be free above `length`.
-      x: draft inputs from true target features.
-      num_pairs: number of valid pairs of the T.
+      x: draft inputs from true target features; the first `num_pairs` are valid.
 
     Returns:
       The cache, and the rows as the last layer of the first specialist reads them.
@@ -116,7 +115,6 @@ def draft(
       params: the draft, with the target's embedding and head (`borrow_from_target`).
       cache: all pairs committed.
       root_input: the last committed pair, as `commit_pairs` returns it.
-      children: proposes the children of each node.
     """
     beam, x = root_beam(len(root_input)), root_input
     rows = None  # draft inputs of the levels after the first, appended per level
@@ -202,8 +200,6 @@ def coupled_children(
     and are ranked as by `top_children`.
 
     Args:
-      logits: logits of the draft.
-      level: where the children stand.
       history: tokens so far; its path is ignored.
       noise: noise for the children of every depth.
       vocabulary: target id of every logit; None: all, in order.

@@ -33,13 +33,9 @@ _LONG = math.log(1 - 1 / (LONGEST - 0.5))  # only the longest runs' first copies
 def copy_chain(
     request: Request, output: Output, size: int, allowed: UInt[Array, "B words"] | None = None
 ) -> Candidates:
-    """Copies what follows the longest run; scores are -inf where there is none.
+    """Copies `size` tokens that follow the longest run; scores are -inf where there is none.
 
-    Args:
-      request: the prompts, and who wants copies.
-      output: tokens after them.
-      size: N, number of copies.
-      allowed: tokens that a grammar allows next (see `sampling.unpack`); None: all.
+    `allowed` are those that a grammar allows next (see `sampling.unpack`); None: all.
     """
     ids = jnp.concatenate([request.tokens, jnp.zeros_like(output.tokens)], axis=1)
     ids = write_rows(ids, output.tokens, request.lengths, axis=1)
@@ -119,14 +115,10 @@ def draft_unless_copied(
 
 
 def merge(drafted: Candidates, chain: Candidates, *, depth: int) -> Candidates:
-    """Appends a chain to what was drafted.
+    """Appends a chain (`copy_chain`) to what a draft of `depth` levels proposed.
 
     A copy that was drafted, too, is not kept twice: the drafted node gets the higher of both
     scores.
-
-    Args:
-      chain: result of `copy_chain`.
-      depth: levels that the draft has.
     """
     batch, num_drafted = drafted.tokens.shape
     node = jnp.full(batch, -1, jnp.int32)  # candidate that stands for the last copy

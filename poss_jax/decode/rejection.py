@@ -108,9 +108,7 @@ def draw_tree(
 ) -> DrawnTree:
     """Drafts a tree; greedy sequences get the most likely children.
 
-    Args:
-      history: tokens so far; its path is ignored.
-      allowed: tokens that a grammar allows after the root; None: all.
+    The path of `history` is ignored. After the root a grammar allows `allowed`; None: all tokens.
     """
     assert config.draft is not None and state.draft is not None, "want a draft"
     vocabulary, V = weights.draft["vocabulary"], config.target.vocab_size
@@ -154,8 +152,7 @@ def choose_drawn(
 
     Args:
       chosen: the target's choices; kept at nodes without children and in greedy sequences.
-      logits: logits of the target at every node.
-      noise: noise that the target draws with at every node.
+      logits: logits of the target, which draws with `noise`.
       history: tokens before each choice.
     """
     parents, children = map(jnp.asarray, (tree.groups.parents, tree.groups.children))

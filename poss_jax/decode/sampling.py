@@ -68,11 +68,7 @@ class History(NamedTuple):
 def draw_noise(
     sampling: Sampling, first: Int[Array, " B"], *, num_positions: int, vocab_size: int
 ) -> Float[Array, "B positions V"]:
-    """Gumbel noise for consecutive positions, zero in greedy rows.
-
-    Args:
-      first: position of the first token to be chosen; the prompt's first token is at 0.
-    """
+    """Gumbel noise for positions from `first` on (the prompt begins at 0), zero in greedy rows."""
 
     def key_of(seed: Array, position: Array) -> Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.key(seed), position))
@@ -92,12 +88,7 @@ def draw_noise(
 def forbid(
     logits: Float[Array, "*rows V"], allowed: UInt[Array, "*rows words"] | None
 ) -> Float[Array, "*rows V"]:
-    """Logits with -inf for the tokens that a grammar does not allow, before all else.
-
-    Args:
-      logits: logits of the target.
-      allowed: see `unpack`; None allows all.
-    """
+    """Logits with -inf for tokens that a grammar does not allow (see `unpack`; None: all are)."""
     if allowed is None:
         return logits
     return jnp.where(unpack(allowed, logits.shape[-1]), logits, -jnp.inf)
@@ -197,10 +188,7 @@ def draw(
 
     The filters keep all scores above a threshold, so candidates are checked one by one: a refused
     one rules out all with lower scores. This takes few checks, while the filters themselves would
-    take dozens of passes over the vocabulary.
-
-    Args:
-      scores: result of `shift_logits`.
+    take dozens of passes over the vocabulary. Scores are those of `shift_logits`.
     """
     noisy = scores + noise
 
@@ -225,13 +213,9 @@ def draw(
 def lower_unlikely(
     scores: Float[Array, "B rows Vd"], sampling: Sampling, margin: float
 ) -> Float[Array, "B rows Vd"]:
-    """Lowers the scores that the filters would probably drop, judging by the best few.
+    """Lowers by `margin` the scores that the filters would probably drop, judging by the best few.
 
     For a draft, which knows only roughly what the target's filters keep.
-
-    Args:
-      scores: result of `shift_logits`.
-      margin: amount by which they are lowered.
     """
 
     def lowered(scores: Array) -> Array:

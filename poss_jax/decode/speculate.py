@@ -59,11 +59,9 @@ def first_state(
     out: Prefilled,
     allowed: UInt[Array, "B words"] | None = None,
 ) -> DecodeState:
-    """Chooses the first token after prompts already run through target and draft.
+    """Chooses the first token after prompts already run through target and draft (`prefill`).
 
-    Args:
-      out: what `prefill` gives.
-      allowed: tokens that a grammar allows (see `sampling.forbid`); None: all.
+    `allowed` are the tokens that a grammar allows (see `sampling.forbid`); None: all.
     """
     B, V, logits = len(request.tokens), config.target.vocab_size, forbid(out.logits, allowed)
     if request.sampling is None:
@@ -131,9 +129,7 @@ def run_chunks(
 ) -> Prefill:
     """Runs chunks of the prompts through target and draft and commits them.
 
-    Args:
-      prefill: all chunks before.
-      chunks: index of the first chunk to run, and one past the last.
+    `prefill` has all chunks before; `chunks` are the first to run, and one past the last.
     """
     size = config.chunk
     padding = -request.tokens.shape[1] % size

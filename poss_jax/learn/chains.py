@@ -75,9 +75,6 @@ def unroll_chains(
 
     Returns:
       The states that steps read, their keys and values, and the outputs of `visit` by step.
-
-    Raises:
-      UserError: the draft follows no chains.
     """
     if config.mask_token is not None:
         raise UserError(
@@ -117,8 +114,7 @@ def follow(
     """Runs one step of all chains.
 
     Args:
-      shared: parameters that all specialists share.
-      specialist: parameters of the specialist that serves this step.
+      specialist: the one that serves this step; `shared` has the parameters of all.
       index: the step; traced.
       state: prediction of the step before, as fed back; at first the fused target feature.
       streams: keys and values of earlier steps; later entries are ignored.

@@ -236,9 +236,7 @@ def trained_log_normaliser(
 ) -> Float[Array, "B T"]:
     """Log of every row's softmax denominator, under a trained head.
 
-    Args:
-      chunk: see `describe_targets`.
-      dtype: dtype of the product's operands. Gradients are summed in the arguments' dtype.
+    The product's operands have `dtype`. Gradients are summed in the arguments' dtype.
     """
 
     def of_chunk(rows: Array) -> Array:

@@ -134,8 +134,7 @@ def predict(
     """Predicts the features of one depth at every row (row r: f_{r+1}, drafted depth + 1 ahead).
 
     Args:
-      shared: parameters that all specialists share.
-      specialist: parameters of the specialist that serves this depth.
+      specialist: the one that serves this depth; `shared` has the parameters of all.
       block: rows and columns whose scores are in memory at once. Static.
     """
     family = family_of(config)

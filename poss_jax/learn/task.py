@@ -63,11 +63,7 @@ class DraftTask(NamedTuple):
 
 
 def describe_draft(config: SpecialistsConfig, target: LlamaConfig, num_tokens: int) -> DraftConfig:
-    """Describes a draft that starts from scratch; `num_tokens` is how many it can propose.
-
-    Raises:
-      UserError: the target lacks layers that the draft reads.
-    """
+    """Describes a draft that starts from scratch; `num_tokens` is how many it can propose."""
     name = config.family or FIRST_FAMILY
     fields: dict[str, Any] = {"kv": config.kv} | find_family(name).default_fields(
         target, num_tokens

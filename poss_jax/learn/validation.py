@@ -170,11 +170,7 @@ def count_accepted(
 
     The chain that starts at row s makes its depth-d prediction at row s + d; it accepts as many
     tokens as hit in sequence. A chain counts if all its R rows are trained, so it ends within its
-    document.
-
-    Args:
-      hits: the depth's most likely token is the target's.
-      loss_mask: trained rows.
+    document. A hit is a depth's most likely token that is the target's.
 
     Returns:
       Chains that accept more than 0, 1, ..., R - 1 tokens, and the number of chains.

@@ -38,7 +38,6 @@ def attend_documents(
 
     Args:
       q: queries, in groups that share keys.
-      documents: document of every row.
       lag: 0 includes the row itself; may be traced.
       block: rows and columns whose scores are in memory at once. Static.
       window: how many of the newest of these columns are attended; None: all. Static.

@@ -43,13 +43,9 @@ def init_cache(
     rope_length: Int[Array, " B"],
     dtype: DTypeLike,
 ) -> KVCache:
-    """Makes an empty cache.
+    """Makes an empty cache of S = `size` rows per sequence.
 
-    Args:
-      config: gives the heads and the rotary embedding.
-      num_layers: layers, or streams of a draft.
-      size: S, rows per sequence.
-      rope_length: most positions of a sequence.
+    `num_layers` may be a draft's streams; a sequence has at most `rope_length` positions.
     """
     shape = (len(rope_length), config.num_kv_heads, size, config.head_dim)
     return KVCache(
@@ -74,7 +70,6 @@ def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int)
       stored: [B ... S ...].
       new: [B ... T ...], T <= S. `start + T` must not exceed S: the write would slide
         down onto committed rows.
-      start: first row written, per sequence.
       axis: axis of the rows.
     """
     if len(start) == 1:
@@ -100,12 +95,9 @@ def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int)
 
 
 def commit_rows(cache: KVCache, rows: KeysValues, num_kept: Int[Array, " B"]) -> KVCache:
-    """Writes rows after the committed ones.
+    """Writes rows after the committed ones; the cache has capacity for all of them above `length`.
 
-    Args:
-      cache: has capacity for all of them above `length`.
-      rows: keys and values to append.
-      num_kept: number of valid rows; the others are overwritten later.
+    The first `num_kept` are valid; the others are overwritten later.
     """
     write = partial(write_rows, start=cache.length, axis=2)
     k, v = jax.tree.map(write, cache.k, rows.k), jax.tree.map(write, cache.v, rows.v)
@@ -170,8 +162,7 @@ def attend_cached(
 
     Args:
       q: rotated queries.
-      stored: keys and values of the cache; each query attends rows below `length`.
-      length: committed rows of each sequence.
+      stored: keys and values of the cache; each query attends the committed rows, below `length`.
       new: keys and values of the forward's rows; M may be 0 if `length` is not.
       can_attend: which own rows each query attends; it must attend at least one row in all. None:
         its own row and the ones before.

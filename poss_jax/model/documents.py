@@ -62,8 +62,7 @@ def trained_rows(batch: TrainBatch, by: Literal["label", "token"] = "label") -> 
     rows by label  . 1 1 1 . . . .   row j reads j + 1 and predicts j + 2, both of the answer
     rows by token  . . 1 1 1 1 . .   token j is of the answer, and not its document's last
 
-    Args:
-      by: `label`: rows that decoding an answer runs; `token`: the reference's rows.
+    Decoding an answer runs the rows by label; the reference trains those by token.
     """
     if by == "token":
         return batch.loss_mask & ~is_last_in(batch.documents) & (batch.documents > 0)

@@ -91,8 +91,7 @@ def multiply_tiles(
 
     Args:
       rows: split into limbs as in `linear.split_limbs`.
-      values: from `to_tiles`.
-      sums: sum of each output's values.
+      values: from `to_tiles`; `sums`: of each output's values.
       scale: factor of each output.
       num_limbs: limbs per element, 1 to 3.
     """
@@ -114,10 +113,7 @@ def cpu_branch(
 ) -> dict[str, Callable[..., Any]]:
     """Returns the branch of `lax.platform_dependent` for a CPU, empty where the kernel is not used.
 
-    Args:
-      by_kernel: calls the kernel.
-      by_jax: the same function in JAX, whose derivative it has.
-      arrays: the kernel serves float32 and uint32, on one device.
+    The kernel serves float32 and uint32, on one device; its derivative is the one of `by_jax`.
     """
     is_alone = jax.sharding.get_abstract_mesh().empty
     if any(x.dtype not in _DTYPES for x in arrays) or not is_alone or not has_kernel():

@@ -357,11 +357,8 @@ def fuse_layer(params: Params, config: LlamaConfig, *, parts: Literal["kv", "qkv
     """Joins projections that read the same rows, so that decoding multiplies once.
 
     The heads of queries, keys and values that belong together are adjacent, and gate and up become
-    one weight [2 intermediate D], so that a mesh shards all parts alike.
-
-    Args:
-      params: a layer; a fused one is returned unchanged.
-      parts: attention projections to join: keys and values, or all three.
+    one weight [2 intermediate D], so that a mesh shards all parts alike. A fused layer is returned
+    unchanged.
     """
     attention = params["attention"]
     if "k" in attention:
@@ -402,8 +399,7 @@ def zero_outputs(layer: Params) -> Params:
 def init_layer(layer: DecoderLayer, key: Array, *, width: int | None = None) -> Params:
     """Draws the parameters of one layer; norms start at one, biases at zero.
 
-    Args:
-      width: width of its input; None: the hidden size.
+    Its input has `width`; None: the hidden size.
     """
     config = layer.config
     hidden = jnp.zeros((1, 1, width or config.hidden_size))

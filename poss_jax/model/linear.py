@@ -39,11 +39,7 @@ def linear(
 ) -> Float[Array, "..."]:
     """Multiplies rows by a weight kept `[out, in]`, in the spelling its backend runs fastest.
 
-    Args:
-      x: rows.
-      weight: weight of the same dtype, or a quantised one.
-      bias: added to every row.
-      dtype: dtype of the result, also of the sums; None: `x`'s.
+    A weight has the dtype of `x`, or is quantised; `dtype` is of result and sums; None: `x`'s.
     """
     dtype = x.dtype if dtype is None else dtype
     if isinstance(weight, Quantised):

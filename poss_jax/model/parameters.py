@@ -62,8 +62,7 @@ def item_shapes(
 ) -> dict[str, Params]:
     """Lists the items of a model in the order of its table: name -> nested dict of shapes.
 
-    Args:
-      is_quantised: list a quantised target's items, which include the head even if it is tied.
+    Those of a quantised target include the head even if it is tied.
     """
     rows, shapes = list(table_of(config)), _shapes_of_one(config, is_quantised)
     if isinstance(config, LlamaConfig):
@@ -126,9 +125,7 @@ def join_items(items: Iterable[tuple[str, Params]]) -> Params:
 def check_params(config: LlamaConfig, params: Params, dtype: Any) -> None:
     """Compares a target in memory (layers in a list, nothing fused) with its table.
 
-    Args:
-      config: shape of the target; its head may be left out if the embeddings are tied.
-      dtype: dtype of all of them.
+    The head may be left out if the embeddings are tied.
 
     Raises:
       UserError: a parameter is missing or unknown, or has another shape or dtype.
@@ -159,7 +156,6 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
       path: path of a parameter, possibly below others (in an optimizer's state).
       shape: shape of the array; leading dimensions not in the table (layers, specialists) are not
         sharded, and neither are scalars.
-      mesh: devices, by axis.
 
     Raises:
       ValueError: no table has the path.

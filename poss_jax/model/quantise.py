@@ -135,7 +135,6 @@ def quantise_items(
 
     Args:
       items: (name, item) of the target, in the stored type.
-      kind: type of the values.
       dtype: dtype of all that is not quantised; None keeps it.
       is_tied: True if the embedding is the head, too; a quantised head is a separate item.
     """

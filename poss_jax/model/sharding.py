@@ -40,9 +40,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     Args:
       config: size of each axis; an axis of -1 takes the remaining devices.
       devices: all devices; None: the ones JAX sees. A grid of one takes the first.
-
-    Raises:
-      UserError: the grid's size differs from the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = config.sizes(len(devices))
@@ -53,11 +50,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def decoding_mesh(mesh: MeshConfig | Mesh | None) -> Mesh | None:
-    """Arranges devices for decoding; None is one device.
-
-    Raises:
-      UserError: the grid does not fit the devices, or shards weights by `fsdp`.
-    """
+    """Arranges devices for decoding, without `fsdp`; None is one device."""
     if isinstance(mesh, MeshConfig):
         mesh = make_mesh(mesh)
     if mesh is None or mesh.size == 1:

@@ -83,23 +83,13 @@ def draw_specialists(
     *,
     width: int,
 ) -> list[Params]:
-    """Draws the specialists of a random draft.
-
-    Args:
-      layer: see `Family`.
-      width: width of their input.
-    """
+    """Draws the specialists of a random draft, for input of a width."""
     drawn = layer(replace(config, layer=replace(config.layer, num_layers=_DRAWN_AMONG)))
     return [init_layer(drawn, key, width=width) for key in keys]
 
 
 def add_layers(draft: Params, config: DraftConfig, key: Array) -> Params:
-    """Adds the further layers that a draft lacks; they add nothing until they are trained.
-
-    Args:
-      draft: specialists listed or stacked.
-      config: its shape with these layers.
-    """
+    """Adds the layers that a draft lacks for `config`; they add nothing until they are trained."""
     layers = draft.get("further", [])
     if len(layers) >= config.num_further:
         return draft
@@ -124,9 +114,7 @@ def key_value_params(specialist: Params) -> Params:
 def share_keys_values(draft: Params, reduce: Callable[[Array], Array]) -> Params:
     """Gives all specialists the same key and value parameters (or gradients of them).
 
-    Args:
-      draft: specialists stacked.
-      reduce: [E ...] -> [1 ...], merges them into one.
+    They are stacked; `reduce`, [E ...] -> [1 ...], merges them into one.
     """
 
     def share(path: tuple[Any, ...], leaf: Array) -> Array:
@@ -148,8 +136,7 @@ def borrow_from_target(
 ) -> Params:
     """Adds the target's embedding and head to a draft, unless the draft has its own.
 
-    Args:
-      vocabulary: target ids the draft may propose; None: all of them.
+    The draft may propose the target ids of `vocabulary`; None: all of them.
     """
     head = draft.get("head", target["head"])
     if vocabulary is not None and "head" not in draft:

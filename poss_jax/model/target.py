@@ -72,13 +72,10 @@ def stack_layers(layers: list[Params]) -> Params:
 
 
 def insert_layers(layers: list[Params], num_layers: int) -> list[Params]:
-    """Inserts new layers evenly into a target without changing its output.
+    """Inserts new layers evenly into a target, up to `num_layers`, without changing its output.
 
     A new layer is a copy of the one before it that adds zero to the residual stream until it is
     trained (block expansion, LLaMA Pro, arXiv 2401.02415).
-
-    Args:
-      num_layers: number to return, at least the present number.
     """
     sources = [index * len(layers) // num_layers for index in range(num_layers)]
     return [
@@ -92,10 +89,8 @@ def fuse_target(
 ) -> Params:
     """Fuses the projections of every layer of a list (`fuse_layer`), one layer after the other.
 
-    Empties the list on the way, so that at most one layer is held twice.
-
-    Args:
-      put: moves fused parameters to their devices.
+    Empties the list on the way, so that at most one layer is held twice; `put` moves what is fused
+    to its devices.
     """
     layers, remaining = [], params["layers"]
     while remaining:
@@ -135,8 +130,7 @@ def verify(
 
     Args:
       cache: everything before the root, the next token to be committed.
-      tokens: the nodes, root first.
-      depths: distance of each node from the root.
+      tokens: the nodes, root first, `depths` away from it.
       ancestors: True where the second node is the first one or lies on its path to the root.
       aux_layers: see `run_layers`.
     """

@@ -13,11 +13,7 @@ FAMILIES: dict[str, Family] = {"eagle": EAGLE, "eagle3": EAGLE3, "mtp": MTP}
 
 
 def family_of(config: DraftConfig) -> Family:
-    """Finds the family of a draft.
-
-    Raises:
-      UserError: no family has this name, or this one has no such drafts.
-    """
+    """Finds the family of a draft; refuses one that has no such drafts."""
     family = find_family(config.family)
     items = {path.partition("/")[0] for path in family.parameters}
     has_layers = "further" in items and (family.is_trained_in_chains or not config.is_looped)
@@ -32,11 +28,7 @@ def family_of(config: DraftConfig) -> Family:
 
 
 def find_family(name: str) -> Family:
-    """Finds a family by its name.
-
-    Raises:
-      UserError: no family has this name.
-    """
+    """Finds a family by its name."""
     if name not in FAMILIES:
         raise UserError(f"draft family: want one of {', '.join(FAMILIES)}, got {name!r}")
     return FAMILIES[name]

@@ -163,9 +163,6 @@ def default_fields(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
     """Sets the layers a new draft for a target reads, and the size of its head.
 
     Takes EAGLE-3's layers, or the last three if the target has fewer than 7.
-
-    Raises:
-      UserError: the target has one layer.
     """
     n = target.num_layers
     if n < 2:
