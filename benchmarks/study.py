@@ -1,7 +1,7 @@
 """Does the method hold? Trains variants of a draft alike, with several seeds, and compares them.
 
 All variants continue one draft, for the same number of optimizer steps or their own `num_tokens`,
-and answer the same questions. The paired test of `infer.bench.statistics` compares their acceptance
+and answer the same questions. The paired test of `infer.bench.summary` compares their acceptance
 lengths, question by question and averaged over training seeds. Complete runs are skipped, so the
 same command resumes after an interruption. Prints tables, and as its last line one JSON object;
 writes report.json, report.md and plots to DIR.
@@ -36,8 +36,7 @@ from benchmarks.study_report import format_study, plot
 from infer.bench.compare import bench
 from infer.bench.journal import Answer, Cell
 from infer.bench.report import show_report
-from infer.bench.statistics import compare, compare_seeds, estimate_mean
-from infer.bench.summary import make_grid
+from infer.bench.summary import compare, compare_seeds, estimate_mean, make_grid
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import new_record, provenance, read_record
 from poss_jax.checkpoint.writing import write_model

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from infer.bench.statistics import format_estimate
+from infer.bench.summary import format_estimate
 from poss_jax.program.output import format_rows
 
 DEPTHS = {"pos": "positionwise_acceptance", "cosine": "feature_cosine"}

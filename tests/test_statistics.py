@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from infer.bench.statistics import (
+from infer.bench.summary import (
     compare,
     compare_seeds,
+    distinct_ngram_share,
     estimate,
     estimate_mean,
     format_estimate,
     share,
 )
-from infer.bench.summary import distinct_ngram_share
 from poss_jax.engine.answers import Generation, mean_acceptance_length
 from poss_jax.serving.replies import count_accepted, describe_acceptance
 

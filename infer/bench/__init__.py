@@ -9,7 +9,6 @@ costs.py       bytes, FLOPs and floors of the phases; datasheets of devices
 rates.py       measured rates of this device
 journal.py     answers and other results, kept as they come; answers in the field's formats
 compare.py     a benchmark: all questions with all methods
-statistics.py  intervals and tests
-summary.py     answers -> numbers
+summary.py     answers -> numbers, with intervals and tests
 report.py      numbers -> tables, a web page and files
 """

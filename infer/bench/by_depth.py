@@ -37,8 +37,16 @@ from poss_jax.shapes import Params
 
 from .measure import AUTOREGRESSIVE, load_engines, play
 from .questions import read_questions
-from .statistics import compare, estimate, estimate_mean, format_estimate, share
-from .summary import LOOPING_BELOW, count_reaching, distinct_ngram_share
+from .summary import (
+    LOOPING_BELOW,
+    compare,
+    count_reaching,
+    distinct_ngram_share,
+    estimate,
+    estimate_mean,
+    format_estimate,
+    share,
+)
 
 Answers = list[list[Generation]]
 """Answers to the turns of every question."""

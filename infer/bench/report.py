@@ -27,8 +27,7 @@ from poss_jax.program.output import (
 
 from .costs import FEW_TOKENS
 from .phases import PARTS
-from .statistics import FEWEST, format_estimate
-from .summary import LOOPING_BELOW
+from .summary import FEWEST, LOOPING_BELOW, format_estimate
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#785ef0", "#999999")
 """Colours of drafts in figures, distinct without red and green, on white and on black."""
