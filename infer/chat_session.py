@@ -96,11 +96,7 @@ class Chat:
     # Answers
 
     def _prepare(self, question: Message) -> PreparedPrompt:
-        """Appends a question to the conversation; drops the oldest turns if it gets too long.
-
-        Raises:
-          UserError: what `Engine.prepare` refuses, such as a question that alone is too long.
-        """
+        """Appends a question to the conversation; drops the oldest turns if it gets too long."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         sampling = with_seed(self.sampling, self._num_asked)
         turns = self.turns
@@ -119,11 +115,7 @@ class Chat:
         return prompt
 
     def _answer(self, engine: Engine, prompt: PreparedPrompt) -> Answered:
-        """Shows an answer as it is written.
-
-        Raises:
-          UserError: it was stopped before its first word.
-        """
+        """Shows an answer as it is written."""
         chunks, is_stopped, started = [], False, 0.0
         try:
             self._compile(engine, prompt)

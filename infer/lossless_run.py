@@ -83,9 +83,7 @@ def check_lossless(
 ) -> dict[str, Any]:
     """Compares every draft, with some trees and batch sizes, with autoregressive decoding.
 
-    Args:
-      kept: results of an interrupted check, which are not decoded again.
-      is_thorough: with more temperatures, trees and batch sizes.
+    What an interrupted check has `kept` is not decoded again.
 
     Returns:
       A JSON-compatible report; `failures` is empty if decoding is lossless.
@@ -220,11 +218,9 @@ def examine(
     """Examines whether rounding explains that two forwards chose different tokens.
 
     Args:
-      expected: scores of the autoregressive forward.
-      got: scores of the speculative forward.
-      tokens: the tokens that they chose.
+      expected: scores of the autoregressive forward; those of the speculative one are `got`.
       rounding: the largest difference that was measured between their scores.
-      temperature: temperature that the logits were divided by.
+      temperature: what the logits were divided by.
     """
     chosen = tuple(int((scores.filtered + scores.noise).argmax()) for scores in (expected, got))
     best = np.sort(expected.filtered + expected.noise)[-2:]

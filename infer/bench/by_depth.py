@@ -106,9 +106,6 @@ def decode(config: BenchConfig, depth: int) -> tuple[Answers, list[int], dict[st
     Returns:
       The target's answers, the questions left out since their answers loop (none if all do), and
       the answers with each draft.
-
-    Raises:
-      UserError: bad input, or no answer longer than a chain.
     """
     chains = replace(
         config,
@@ -160,8 +157,7 @@ def follow(
 ) -> Followed:
     """Lets a draft predict along texts, teacher-forced: the validation of training, text by text.
 
-    Args:
-      target: its parameters, layers stacked.
+    The target's layers are stacked.
     """
     record, draft = load_draft(
         config.drafts[name],
@@ -191,11 +187,7 @@ def follow(
 
 
 def describe_draft(texts: Answers, decoded: Answers, followed: Followed) -> dict[str, Any]:
-    """Computes all numbers of one draft from the target's answers, and its own with chains.
-
-    Args:
-      followed: its predictions along `texts`.
-    """
+    """Computes all numbers of one draft from the target's answers, and its own with chains."""
     first_texts = np.cumsum([0, *(len(turns) for turns in texts[:-1])])
     sums = jax.tree.map(
         lambda of_texts: np.add.reduceat(of_texts, first_texts, dtype=np.float64), followed.sums
@@ -239,10 +231,8 @@ def _share_as_predicted(texts: Answers, decoded: Answers, tokens: np.ndarray) ->
     """Share of rounds that accept what teacher forcing predicts; None if no text is equal.
 
     A round that begins after row s should accept as many tokens as hit in sequence on the diagonal
-    from there. The next round begins after the accepted tokens and the target's one.
-
-    Args:
-      tokens: [texts R T] most likely token at every depth and row.
+    from there. The next round begins after the accepted tokens and the target's one. `tokens` are
+    those of `Followed`.
     """
     pairs = [
         pair

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from poss_jax.checkpoint.whole import sole_writer
 from poss_jax.config.bench import BenchConfig
@@ -78,8 +77,13 @@ def bench(
     """
     as_named, config = config, with_default_models(config)
     engines = load_engines(config)
-    sets = read_sets(config, engines[AUTOREGRESSIVE])
-    dialogues = _make_all_dialogues(config, sets, engines[AUTOREGRESSIVE])
+    sets, dialogues = read_sets(config, engines[AUTOREGRESSIVE]), {}
+    for name, temperature in product(sets, config.temperatures or (config.sampling.temperature,)):
+        seeds = config.seeds or (config.sampling.seed,)
+        for seed in seeds[: None if temperature else 1]:  # greedy answers need no seeds
+            sampling = replace(config.sampling, temperature=temperature, seed=seed)
+            asked = make_dialogues(sets[name], config, sampling, engines[AUTOREGRESSIVE])
+            dialogues[Cell(name, temperature, seed)] = asked
     folder = local_path(config.output, "output") if config.output else None
     journal = Journal(folder, settings_of(config, engines, sets), from_scratch=from_scratch)
     keys = list(_list_keys(config, dialogues, list(engines)))
@@ -90,10 +94,10 @@ def bench(
     for name in progress_bar([name for name in engines if name not in described], desc="compile"):
         compiled[name] = compile_programs(engines[name], every, batch_size=config.batch_size)
     by_depth = {"drift": study(config)} if config.drift else {}
-    with progress_bar(
-        total=len(keys), initial=len(keys) - len(missing), desc="bench", unit="question"
-    ) as progress:
-        _answer(config, missing, engines, sets, dialogues, journal, progress)
+    sizes = {"total": len(keys), "initial": len(keys) - len(missing)}
+    answers = _answer(config, missing, engines, sets, dialogues)
+    for answer in progress_bar(answers, **sizes, desc="bench", unit="question"):
+        journal.add(answer)
     prompt = first_prompts(next(iter(dialogues.values())))[0]
     report = {
         "baseline": AUTOREGRESSIVE,
@@ -105,19 +109,6 @@ def bench(
     }
     report = with_provenance(report | by_depth, as_named)  # names, not this machine's folders
     return report, [journal.answers[key] for key in keys]
-
-
-def _make_all_dialogues(
-    config: BenchConfig, sets: dict[str, list[Question]], engine: Engine
-) -> dict[Cell, list[Dialogue]]:
-    dialogues = {}
-    for name, temperature in product(sets, config.temperatures or (config.sampling.temperature,)):
-        seeds = config.seeds or (config.sampling.seed,)
-        for seed in seeds[: None if temperature else 1]:  # greedy answers need no seeds
-            sampling = replace(config.sampling, temperature=temperature, seed=seed)
-            asked = make_dialogues(sets[name], config, sampling, engine)
-            dialogues[Cell(name, temperature, seed)] = asked
-    return dialogues
 
 
 def _list_keys(
@@ -154,10 +145,8 @@ def _answer(
     engines: Mapping[str, Engine],
     sets: dict[str, list[Question]],
     dialogues: dict[Cell, list[Dialogue]],
-    journal: Journal,
-    progress: tqdm,
-) -> None:
-    """Answers questions, batch by batch, into the journal."""
+) -> Iterator[Answer]:
+    """Answers questions, batch by batch."""
     size = config.batch_size
     batches = groupby(keys, lambda key: key._replace(question=key.question // size))
     for (cell, _, method, _), group in batches:
@@ -177,8 +166,7 @@ def _answer(
                 )
                 for turn in timed
             ]
-            journal.add(Answer(key, question.id, question.category, turns))
-        progress.update(len(batch))
+            yield Answer(key, question.id, question.category, turns)
 
 
 def _summarise(

@@ -204,11 +204,7 @@ class Kept:
     """Results by name, all JSON-compatible, in a file with a line per result."""
 
     def __init__(self, program: str, made_from: dict[str, Any]) -> None:
-        """Finds what an interrupted run has kept.
-
-        Args:
-          made_from: all that decides the results, JSON-compatible.
-        """
+        """Finds what an interrupted run has kept; `made_from` is all that decides the results."""
         file = f"{program}-{digest(made_from)[:16]}.jsonl"
         self.path = cache_folder() / "unfinished" / file
         self._results: dict[str, Any] = {}

@@ -120,8 +120,7 @@ def time_in_turn(
 ) -> dict[_Name, np.ndarray]:
     """Seconds of every call [num_calls], by program; a first call of each is not counted.
 
-    Args:
-      title: title of a progress bar; None: none is shown.
+    With a title, a progress bar is shown.
     """
     seconds: dict[_Name, list[float]] = {name: [] for name in programs}
     for _ in progress_bar(range(num_calls + 1), desc=title, unit="call", disable=title is None):

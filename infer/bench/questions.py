@@ -68,11 +68,7 @@ class Question:
 
 
 def read_sets(config: BenchConfig, engine: Engine) -> dict[str, list[Question]]:
-    """Reads the questions of every set.
-
-    Raises:
-      UserError: no such set, or too few prompts.
-    """
+    """Reads the questions of every set."""
     sets: dict[str, list[Question]] = {}
     for source in config.sets:
         name, records = _read_set(source, config, engine)
@@ -90,11 +86,7 @@ def read_sets(config: BenchConfig, engine: Engine) -> dict[str, list[Question]]:
 
 
 def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
-    """Reads the questions of all sets as checked dialogues.
-
-    Raises:
-      UserError: as `read_sets`, or a prompt that the engine refuses.
-    """
+    """Reads the questions of all sets as checked dialogues."""
     sets = read_sets(config, engine).values()
     return [
         dialogue
@@ -163,11 +155,7 @@ def _find_file(source: str, data_dir: str | None) -> AnyPath | None:
 
 
 def read_file(path: AnyPath, limit: int) -> list[dict[str, Any]]:
-    """Reads the first questions of a file of JSON lines or a parquet file.
-
-    Raises:
-      UserError: as `read_prompts`, or a question of SPEED-Bench whose text was left out.
-    """
+    """Reads the first questions of a file of JSON lines or a parquet file."""
     if path.suffix == ".parquet":
         files = {"data_files": str(path), "split": "train"}
         rows = _load(limit, str(path), "fetch the file again", "parquet", **files)
@@ -240,9 +228,6 @@ def prompts_from_documents(
     """Cuts distinct prompts of `prompt_tokens` tokens, bos included, that begin at a line's start.
 
     Lines beginning a function or class are used up first; documents take turns.
-
-    Raises:
-      UserError: the texts hold too few prompts.
     """
     bos, prompts = special_ids(tokenizer, "bos"), {}
     for text in _passages(texts, prompt_tokens * _PROMPT_CHARACTERS_PER_TOKEN):

@@ -21,11 +21,7 @@ def read_settings(
     doc: str | None,
     actions: Actions,
 ) -> tuple[BenchConfig, argparse.Namespace]:
-    """Reads a command line, with the first of several temperatures and seeds.
-
-    Raises:
-      UserError: what `read_arguments` refuses, no drafts, or methods, which may change texts.
-    """
+    """Reads a command line of drafts, with the first of several temperatures and seeds."""
     config, args = read_arguments(kind, arguments, prog=prog, doc=doc, actions=actions)
     if args.output is not None:
         _LOG.warning("%s prints its report; nothing is written to --output", prog)

@@ -26,14 +26,10 @@ _DRAWN_TOGETHER = 1000
 
 
 class Grid:
-    """The answers of one method to one set at one temperature.
-
-    Attributes:
-      answers: [repeats seeds questions] array of `Answer`; all repeats give the same texts.
-    """
+    """The answers of one method to one set at one temperature; all repeats give the same texts."""
 
     def __init__(self, answers: Any) -> None:
-        self.answers = np.array(answers, object)
+        self.answers = np.array(answers, object)  # [repeats seeds questions] of `Answer`
 
     def of(self, questions: Sequence[int]) -> "Grid":
         """Picks questions."""
@@ -80,9 +76,7 @@ def make_grid(
 def summarise_group(grids: dict[str, Grid], baseline: str) -> dict[str, Any]:
     """Summarises the answers of all methods to one set at one temperature.
 
-    Args:
-      grids: answers by method.
-      baseline: name of the autoregressive method, which speed-ups are relative to.
+    Speed-ups are relative to the autoregressive method, `baseline`.
 
     Returns:
       Numbers by method, of `all` questions and of those `not_looping`; and comparisons of drafts on
@@ -188,8 +182,7 @@ def is_looping(answer: Answer) -> bool:
 def count_reaching(counts: Sequence[np.ndarray], depth: int) -> np.ndarray:
     """Counts the rounds [questions depth] that reach each position up to `depth`.
 
-    Args:
-      counts: the position that every round of a question reaches, per question.
+    `counts` has the position that every round reaches, per question.
     """
     positions = np.arange(1, depth + 1)[:, None]
     return np.array([(reached >= positions).sum(axis=1) for reached in counts])
@@ -295,7 +288,9 @@ def estimate(of_totals: Callable[..., np.ndarray], *per_question: np.ndarray) ->
         error = np.sqrt((num_questions - 1) * without_one.var(axis=-1))
         reach = t.ppf((1 + LEVEL) / 2, num_questions - 1) * error
     ends = {"value": value, "low": value - reach, "high": value + reach}
-    return {name: np.where(np.isnan(end), None, end).tolist() for name, end in ends.items()}
+    return {
+        name: np.where(np.isnan(end), np.array(None), end).tolist() for name, end in ends.items()
+    }
 
 
 def estimate_mean(values: np.ndarray) -> dict[str, Any]:

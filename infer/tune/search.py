@@ -84,11 +84,7 @@ class Recording:
     ranks: list[Ranks]
 
     def accepted(self, tree: TreeConfig) -> list[list[int]]:
-        """Drafted tokens that every round of every answer would accept with a tree.
-
-        Args:
-          tree: one with the recording's top_k, at most as deep.
-        """
+        """Tokens that every round of every answer would accept with a tree of the same top_k."""
         accepted = []
         for ranks, length in zip(self.ranks, self.lengths, strict=True):
             is_kept = ranks[:, tree.depth - 1, : tree.depth] < tree.num_nodes
@@ -130,8 +126,7 @@ class Tuning:
     def estimate_seconds(self, seconds: float, repeats: int) -> float:
         """Seconds that `tune` takes about, most of them for recording; by hand, on two CPU cores.
 
-        Args:
-          seconds: seconds of all prompts, without a draft.
+        `seconds` are those of all prompts, without a draft.
         """
         sizes = sum(self.of_size(size) not in self.kept for size in self.batch_sizes)
         recordings = sum(self.of_recording(top_k) not in self.kept for top_k in self.top_ks)
@@ -144,8 +139,7 @@ class Tuning:
 def tune(tuning: Tuning, *, repeats: int) -> dict[int, dict[str, Any]]:
     """Finds the fastest tree of every batch size.
 
-    Args:
-      repeats: interleaved passes over all prompts that confirm a prediction.
+    A prediction is confirmed by `repeats` interleaved passes over all prompts.
 
     Returns:
       Per batch size: the `best` tree, and in `methods`, by name, what was predicted and measured.
@@ -246,7 +240,6 @@ def rank_paths(
 
     Args:
       steps: `_RANKED`, [C] each, after every token but the last.
-      text: tokens of the answer.
       tree: depth and top_k of the candidates.
     """
     D, W = tree.depth, tree.top_k
