@@ -37,42 +37,34 @@ class Family:
     Parameters are `{"specialists": [...]}`, `{"further": [...]}` (the layers of a deep first
     specialist after its first one) and the shared ones. Features are a specialist's predictions,
     and the inputs of the next one.
-
-    Attributes:
-      parameters: the table, path -> `Parameter`; `embed`, `mask` and `further` in it allow a draft
-        an own embedding, a mask token and further layers.
-      init: (config, key) -> random parameters.
-      layer: config -> the layer of one specialist.
-      join: (params, config, embeddings, features) -> input x of a specialist, in one product.
-      join_tokens: (params, embeddings) -> the part of x that depends on tokens alone.
-      join_features: (params, that part, features) -> x.
-      read: (params, config, features) -> rows that the head multiplies.
-      default_fields: (target's config, number of tokens a draft can propose) -> config fields of a
-        new draft that the family decides.
-      fuse: (params, config, the target's features) -> the state that the first specialist reads.
-      feed_back: (params, config, predicted features) -> the state that the next specialist reads.
-      method: config of a draft of one specialist -> name of its method, without further layers.
-      pass_through: random parameters -> a draft that predicts the feature it reads; None: the
-        family has no such start.
-      may_share_kv: whether specialists may have the same key and value projections, and one cache.
-      is_trained_in_chains: whether training follows a chain after every row, with gradients
-        through all of it, rather than all rows of one depth after the other; only then may a
-        single specialist have further layers.
     """
 
+    # path -> parameter; `embed`, `mask` and `further` in it allow a draft an own embedding, a mask
+    # token and further layers
     parameters: Mapping[str, Parameter]
-    init: Callable[[DraftConfig, Array], Params]
-    layer: Callable[[DraftConfig], DecoderLayer]
+    init: Callable[[DraftConfig, Array], Params]  # (config, key) -> random parameters
+    layer: Callable[[DraftConfig], DecoderLayer]  # config -> the layer of one specialist
+    # (params, config, embeddings, features) -> input x of a specialist, in one product
     join: Callable[[Params, DraftConfig, Array, Array], Array]
+    # (params, embeddings) -> the part of x that depends on tokens alone
     join_tokens: Callable[[Params, Array], Array] = lambda params, embedded: embedded
-    join_features: Callable[[Params, Array, Array], Array] = side_by_side
+    join_features: Callable[[Params, Array, Array], Array] = side_by_side  # it and features -> x
+    # the rows that the head multiplies
     read: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, features: features
+    # (target's config, number of tokens a draft can propose) -> config fields of a new draft that
+    # the family decides
     default_fields: Callable[[LlamaConfig, int], dict[str, Any]] = lambda target, num_tokens: {}
+    # the target's features -> the state that the first specialist reads
     fuse: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, features: features
+    # predicted features -> the state that the next specialist reads
     feed_back: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, h: h
+    # config of a draft of one specialist -> name of its method, without further layers
     method: Callable[[DraftConfig], str] = lambda config: config.family
+    # random parameters -> a draft that predicts the feature it reads; None: there is no such start
     pass_through: Callable[[Params], Params] | None = None
-    may_share_kv: bool = False
+    may_share_kv: bool = False  # specialists may have the same key and value projections, one cache
+    # training follows a chain after every row, with gradients through all of it, rather than all
+    # rows of one depth after the other; only then may a single specialist have further layers
     is_trained_in_chains: bool = False
 
 
