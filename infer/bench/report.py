@@ -389,15 +389,7 @@ def _draw(title: str, draw: Callable[..., None], *args: Any) -> Markup:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
-        # The figure in words: its axes, and the numbers of every line and bar.
-        series = [(line.get_label(), line.get_ydata()) for line in axes.get_lines()]
-        series += [(bars.get_label(), bars.datavalues) for bars in axes.containers]
-        numbers = (
-            f"{name}: {', '.join(_number(value) for value in values if np.isfinite(value))}"
-            for name, values in series
-        )
-        labels = " by ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
-        words = f"{labels}. {'; '.join(numbers)}"
+        words = _describe_axes(axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
         pyplot.close(figure)
@@ -405,6 +397,18 @@ def _draw(title: str, draw: Callable[..., None], *args: Any) -> Markup:
     opening = Markup('<svg role="img" aria-label="{}"').format(title)
     named = Markup("><title>{}</title><desc>{}</desc>").format(title, words)
     return opening + Markup(svg.replace(">", named, 1))
+
+
+def _describe_axes(axes: Any) -> str:
+    """Says in words what a figure shows: its axes, and the numbers of every line and bar."""
+    series = [(line.get_label(), line.get_ydata()) for line in axes.get_lines()]
+    series += [(bars.get_label(), bars.datavalues) for bars in axes.containers]
+    numbers = (
+        f"{name}: {', '.join(_number(value) for value in values if np.isfinite(value))}"
+        for name, values in series
+    )
+    labels = " by ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
+    return f"{labels}. {'; '.join(numbers)}"
 
 
 def _positions(
