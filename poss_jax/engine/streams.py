@@ -156,7 +156,6 @@ class Stats:
     cached_tokens: int = 0  # of prompts, copied from earlier ones instead of computed
     finished: Counter[str] = field(default_factory=Counter)  # answers by stop reason
     compilations: int = 0  # programs that requests waited for although there was a `warm_up`
-    compile_seconds: float = 0.0  # of these programs
     _thread: threading.Thread | None = None
 
     def watch_compilations(self, thread: threading.Thread) -> None:
@@ -175,6 +174,5 @@ class Stats:
         is_ours = threading.current_thread() is self._thread
         if is_ours and event == "/jax/core/compile/backend_compile_duration":
             self.compilations += 1
-            self.compile_seconds += duration_secs
             name = details.get("fun_name", "a program")
             _LOG.warning("compiled %s after the warm-up, in %.1f s", name, duration_secs)

@@ -43,8 +43,6 @@ class WarmUp:
         # Batch sizes that are compiled, ascending; slots can be decoded once there is one.
         self.sizes: tuple[int, ...] = ()
         self.guided_sizes: tuple[int, ...] = ()  # those whose rounds with grammars are compiled
-        self.ready_at: float | None = None  # when there was the first, as `time.monotonic` counts
-        self.guided_at: float | None = None
         self.wants_guided = False  # a request waits for such rounds, so they are compiled next
         self._slots, self._first = slots, slots.sizes[0]
         self._rounds: list[RoundKind] = []  # of the first size
@@ -73,11 +71,9 @@ class WarmUp:
             if task.kind is not None and task.size == self._first:
                 self._rounds.append(task.kind)
             if task.size is not None and task.size not in self.sizes:
-                self.ready_at = self.ready_at or self._finished
                 self.sizes = (*self.sizes, task.size)
             sizes_left = {t.guided_size for t in self._left}
             if task.guided_size is not None and task.guided_size not in sizes_left:
-                self.guided_at = self.guided_at or self._finished
                 self.guided_sizes = (*self.guided_sizes, task.guided_size)
             yield
 

@@ -30,8 +30,6 @@ _LINGER_SECONDS = 5.0
 _LINGER_BYTES = 2**26
 _LOCAL_NAME = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])?(:[0-9]*)?", re.IGNORECASE)
 _LOG = logging.getLogger("poss_jax.access")
-NOTES = "poss_jax.notes"
-"""Key of a request's scope: a dict of further fields of its line in the access log."""
 
 
 class Guard:
@@ -68,7 +66,6 @@ class Guard:
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = client_id if _ID.fullmatch(client_id) else secrets.token_hex(8)
         begun, status = time.monotonic(), 0
-        scope[NOTES] = notes = {}  # what the application adds to the log's line
         body = _Body(self, headers, receive)
 
         async def send_on(message: Message) -> None:
@@ -95,9 +92,9 @@ class Guard:
             await app(scope, body.receive, send_on)
         finally:
             self._num_requests -= is_counted
-            entry = {"id": request_id, "method": scope["method"], "path": scope["path"]}
             milliseconds = round(1000 * (time.monotonic() - begun))
-            entry |= {"status": status, "milliseconds": milliseconds, **notes}
+            entry = {"id": request_id, "method": scope["method"], "path": scope["path"]}
+            entry |= {"status": status, "milliseconds": milliseconds}
             _LOG.info("%s", json.dumps(entry))
 
     def _refuse(self, scope: Message, headers: dict[bytes, bytes]) -> ApiError | None:

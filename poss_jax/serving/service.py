@@ -25,7 +25,6 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, Scheduler
 from poss_jax.engine.streams import Chunks, Ticket, merge
 from poss_jax.serving.bodies import ApiError, parse_body, receive_body
-from poss_jax.serving.guard import NOTES
 from poss_jax.serving.replies import Reply
 from poss_jax.serving.requests import Job, add_guides, submit_grammar
 
@@ -147,7 +146,7 @@ class Service:
         Raises:
           QueueFull, Closed: no further answer is taken.
         """
-        arrived, compiled = time.monotonic(), self.scheduler.stats.compile_seconds
+        arrived = time.monotonic()
         if job.grammar is not None:
             compiling = await asyncio.to_thread(submit_grammar, self.engine, job.grammar)
             with suppress(UserError):  # `add_guides` has it, too
@@ -159,18 +158,7 @@ class Service:
         tickets = await self._submit(job)
         interval = self.config.stream_interval_seconds if job.is_streamed else _KEEP_ALIVE_SECONDS
         chunks = merge(tickets, patience=_KEEP_ALIVE_SECONDS, interval=interval)
-
-        def note_wait() -> None:  # for the access log: of the first token for compilation
-            compilation = self.scheduler.compilation
-            seconds = self.scheduler.stats.compile_seconds - compiled
-            if compilation is not None:
-                is_guided = any(prompt.guide for prompt in job.prompts)
-                ready_at = compilation.guided_at if is_guided else compilation.ready_at
-                seconds += max((ready_at or arrived) - arrived, 0.0)
-            if seconds > 0 and NOTES in request.scope:
-                request.scope[NOTES]["milliseconds_for_compilation"] = round(1000 * seconds)
-
-        chunks = self._timed(chunks, arrived, note_wait)
+        chunks = self._timed(chunks, arrived)
         if job.is_streamed:
             return _Events(reply.write_events(chunks), tickets)
         try:
@@ -188,7 +176,7 @@ class Service:
         for index in range(len(job.prompts) // job.num_choices):
             await asyncio.get_running_loop().run_in_executor(self._scorer, score, index)
 
-    async def _timed(self, chunks: Chunks, arrived: float, on_first: Callable[[], None]) -> Chunks:
+    async def _timed(self, chunks: Chunks, arrived: float) -> Chunks:
         """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
         begun: dict[int, float] = {}  # choice -> when its first token came
         try:
@@ -201,8 +189,6 @@ class Service:
                 if is_cancelled and self.scheduler.is_closed:
                     raise ApiError(503, "the server stops; this answer is cut", retry_after=1)
                 if index not in begun and chunk.output_ids:
-                    if not begun:
-                        on_first()
                     begun[index] = now
                     self.metrics.first_token.observe(now - arrived)
                 if chunk.answer is not None:
