@@ -192,9 +192,8 @@ def _describe_models(
 
 
 def _describe_request(config: AheadConfig, decode: StaticShape, mesh: Mesh) -> Request:
-    prompts = [PreparedPrompt([0], 1, config.sampling)] * config.batch_size
-    stop_ids = [decode.target.eos_token_ids] * config.batch_size
-    host = lay_out(prompts, stop_ids, num_tokens=decode.rows)
+    prompt = PreparedPrompt([0], 1, config.sampling, decode.target.eos_token_ids)
+    host = lay_out([prompt] * config.batch_size, num_tokens=decode.rows)
     request = jax.eval_shape(make_request, host)
     if config.sampling.is_plain:
         request = request.replace(sampling=None)

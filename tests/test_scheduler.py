@@ -107,7 +107,7 @@ def alone(engine: Engine, prompt: PreparedPrompt) -> Generation:
 def test_a_step_ends_with_a_text_and_the_next_one_waits_for_the_host(engine: Engine):
     slots, kind = make_slots(engine, 4), RoundKind(tree=None)
     for slot, limit in enumerate((3, 60)):
-        slots.begin(PreparedPrompt([1, 2, 3], limit, stop_ids=()))
+        slots.begin(PreparedPrompt([1, 2, 3], limit))
         slots.extend(0, 1)
         slots.insert(slot)
 
@@ -290,7 +290,7 @@ def test_text_comes_before_the_error_that_ended_it(engine, num_parts, behind, in
     prompt = engine.prepare([1, 2], 40)
 
     def open_stream() -> Ticket:
-        return Ticket(prompt, engine.live_answer(prompt))
+        return Ticket(prompt, LiveAnswer(prompt, engine.tokenizer))
 
     items = [*[PART] * num_parts, UserError("too complex"), *behind]
     stream, other, tokens = open_stream(), open_stream(), list[int]()

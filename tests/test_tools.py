@@ -448,7 +448,7 @@ def test_calls_are_read_from_the_tokens_of_public_tokenizers(kind: str) -> None:
     for piece in re.split("(</?tool_call>)", answer):  # some would write spaces around tags
         tokens += tokenizer_pool.ids_of(kind, [piece]) or tokenizer_pool.spell(tokenizer, piece)
     shown_ids = list(marks_of(tokenizer, FORMS["hermes"]).values())
-    live = LiveAnswer(PreparedPrompt(tokens[:1], 1, shown_ids=shown_ids), [], tokenizer, ())
+    live = LiveAnswer(PreparedPrompt(tokens[:1], 1, shown_ids=shown_ids), tokenizer)
     chunks = [
         live.add(Round([token], is_done=False, num_accepted=0, num_offered=0))
         for token in tokens[1:]

@@ -242,7 +242,7 @@ def show_example(
         shown = [
             piece
             for token, depth in zip(turn.output_ids, depths, strict=False)
-            if token not in engine.stop_ids_of(prompt)
+            if token not in prompt.stop_ids
             for piece in stream.push(token, depth=depth)
         ]
         pieces[name] = [[piece.text, piece.depth] for piece in shown + stream.finish()]

@@ -143,13 +143,11 @@ def begin_text(
 class LiveAnswer:
     """An answer that grows round by round."""
 
-    def __init__(
-        self, prompt: PreparedPrompt, stop_ids: Sequence[int], tokenizer: Any, stop: Sequence[str]
-    ) -> None:
-        """Begins an answer; `stop` are strings that end it, as `stop_ids` do."""
+    def __init__(self, prompt: PreparedPrompt, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        """Begins an answer; `stop` are strings that end it, as the prompt's `stop_ids` do."""
         # The grammar after all of its tokens; None: any token may follow.
         self.guide: GrammarState | None = prompt.guide and prompt.guide.copy()
-        self._prompt, self._stop_ids = prompt.ids, stop_ids
+        self._prompt, self._stop_ids = prompt.ids, prompt.stop_ids
         self._least = prompt.sampling.min_tokens - prompt.num_continued
         self._stream = begin_text(prompt, tokenizer, stop)
         self._text = ""

@@ -155,8 +155,7 @@ class FixedBatch(Batch):
         check_memory(self.weights, self.config, batch_size=self.size)
         padding = PreparedPrompt(prompts[0].ids, 1)
         rows = [*prompts, *[padding] * (self.size - len(prompts))]
-        stop_ids = list(map(models.stop_ids_of, rows))
-        host = lay_out(rows, stop_ids, num_tokens=self.config.rows)
+        host = lay_out(rows, num_tokens=self.config.rows)
         # Settings that no prompt has would take the compiler an eighth of its time.
         columns, settings = host["sampling"], [prompt.sampling for prompt in prompts]
         if not any(sampling.reads_output for sampling in settings):
@@ -205,7 +204,7 @@ class FixedBatch(Batch):
         """Reads the answers once all sequences have ended, by `run` or another program."""
         answers = []
         for prompt, rounds in zip(self.prompts, read_output(self.state.output), strict=False):
-            answer = self.models.live_answer(prompt)
+            answer = LiveAnswer(prompt, self.models.tokenizer)
             *_, last = map(answer.add, rounds)
             answers.append(last.answer)
         return answers
@@ -249,7 +248,7 @@ def score_chunks(
       batch_size: sequences that the devices take; all get this prompt.
     """
     prompts = [PreparedPrompt(list(ids), 1)] * batch_size
-    host = lay_out(prompts, [[]] * batch_size, num_tokens=config.rows)
+    host = lay_out(prompts, num_tokens=config.rows)
     request, num_chunks = steps.put(weights, config, host), -(-(len(ids) - 1) // config.chunk)
     prefill = steps.begin(weights, config, request) if num_chunks else None
     for index in range(num_chunks):

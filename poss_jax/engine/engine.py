@@ -141,6 +141,7 @@ class Engine(Models):
         if num_continued >= len(ids):
             raise UserError("continued_tokens: want fewer than the prompt has")
         is_chat = isinstance(prompt[0], dict) if is_chat is None else is_chat
+        stop_ids = self.stop_ids if stop_ids is None else stop_ids
         settings = max_new_tokens, sampling, stop_ids, num_continued, is_chat, shown_ids
         return PreparedPrompt(ids, *settings, drafts=drafts, lookup=lookup is not False)
 

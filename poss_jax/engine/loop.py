@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from poss_jax.config.reading import UserError
-from poss_jax.engine.answers import Chunk, Generation, Round
+from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
 from poss_jax.engine.batch import FixedBatch, run_guided_round
 from poss_jax.engine.rounds import MOST_ROUNDS, Pace, PackedRounds, read_rounds
 from poss_jax.engine.streams import Stats, Ticket
@@ -126,8 +126,8 @@ class Loop:
 
     def start(self, stop: Sequence[str]) -> list[Ticket]:
         """Prefills all prompts of a `FixedBatch` together; returns their tickets."""
-        prompts, models = self.slots.prompts, self.slots.models
-        tickets = [Ticket(prompt, models.live_answer(prompt, stop)) for prompt in prompts]
+        prompts, tokenizer = self.slots.prompts, self.slots.models.tokenizer
+        tickets = [Ticket(prompt, LiveAnswer(prompt, tokenizer, stop)) for prompt in prompts]
         guides = {row: prompt.guide for row, prompt in enumerate(prompts) if prompt.guide}
         masks = self.slots.masks(guides, self.slots.size) if guides else None
         self.stats.prompt_tokens += sum(len(prompt.ids) for prompt in prompts)

@@ -5,7 +5,7 @@ A draft borrows the embedding and the head of its target (`join_weights`).
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,6 @@ from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, change_config
 from poss_jax.data.tokenizer import load_tokenizer, special_ids
 from poss_jax.decode.state import StaticShape, Weights
-from poss_jax.engine.answers import LiveAnswer
 from poss_jax.engine.device import (
     check_weights,
     default_dtype,
@@ -37,7 +36,6 @@ from poss_jax.engine.device import (
     wants_sums,
     with_rows,
 )
-from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.trees import choose_trees, find_tuned, tree_for
 from poss_jax.model.kernel import has_kernel
 from poss_jax.model.parameters import check_params, place_params, place_weights
@@ -276,14 +274,6 @@ class Models:
             lookup=self.settings.lookup if tree else 0,
         )
         return with_rows(config, length, max_length=max_length)
-
-    def stop_ids_of(self, prompt: PreparedPrompt) -> Sequence[int]:
-        """Tokens that end the answer to a prompt."""
-        return self.stop_ids if prompt.stop_ids is None else prompt.stop_ids
-
-    def live_answer(self, prompt: PreparedPrompt, stop: Sequence[str] = ()) -> LiveAnswer:
-        """Begins an answer that grows round by round."""
-        return LiveAnswer(prompt, self.stop_ids_of(prompt), self.tokenizer, stop)
 
 
 def fuse(

@@ -53,7 +53,7 @@ class PreparedPrompt(NamedTuple):
     ids: list[int]  # at least one, all in the target's vocabulary
     max_new_tokens: int  # prompt and answer fit `max_length`
     sampling: SamplingConfig = SamplingConfig()  # greedy; biased tokens are in the vocabulary
-    stop_ids: Sequence[int] | None = None  # tokens that end the answer; None: the engine's
+    stop_ids: Sequence[int] = ()  # tokens that end the answer
     # Tokens at the end of `ids` that already belong to the answer: frequency and presence penalties
     # count them, and stop strings may begin in them.
     num_continued: int = 0
@@ -207,15 +207,12 @@ def fold_seed(seed: int) -> int:
     return int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])
 
 
-def lay_out(
-    prompts: Sequence[PreparedPrompt], stop_ids: Sequence[Sequence[int]], *, num_tokens: int
-) -> dict[str, Any]:
+def lay_out(prompts: Sequence[PreparedPrompt], *, num_tokens: int) -> dict[str, Any]:
     """Lays a batch into arrays of NumPy, by the names of `Request` and `Sampling`.
 
     Settings that a server takes do not change the shapes.
 
     Args:
-      stop_ids: tokens that end each answer.
       num_tokens: capacity per sequence, at least the longest prompt.
     """
     tokens = np.zeros((len(prompts), num_tokens), np.int32)
@@ -233,6 +230,7 @@ def lay_out(
     for row, setting in enumerate(settings):
         bias_ids[row, : len(setting.logit_bias)] = list(setting.logit_bias)
         bias[row, : len(setting.logit_bias)] = list(setting.logit_bias.values())
+    stop_ids = [prompt.stop_ids for prompt in prompts]
     width = max(MOST_STOP_IDS, *map(len, stop_ids))
     lengths = np.asarray([len(prompt.ids) for prompt in prompts], np.int32)
     continued = np.asarray([prompt.num_continued for prompt in prompts], np.int32)

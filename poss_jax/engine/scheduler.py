@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 import jax
 
 from poss_jax.config.reading import UserError
-from poss_jax.engine.answers import TokenLogprobs
+from poss_jax.engine.answers import LiveAnswer, TokenLogprobs
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.loop import Loop
 from poss_jax.engine.prompts import PreparedPrompt
@@ -135,11 +135,10 @@ class Scheduler:
           QueueFull: too many requests would wait.
           Closed: the scheduler is draining or closed, or its thread failed.
         """
-        engine, deadline = self._slots.engine, time.monotonic() + timeout
-        tickets = []
+        tickets, deadline = [], time.monotonic() + timeout
         for prompt in prompts:
             self._slots.check(prompt)
-            answer = engine.live_answer(prompt, stop)
+            answer = LiveAnswer(prompt, self._slots.engine.tokenizer, stop)
             tickets.append(Ticket(prompt, answer, has_logprobs=has_logprobs, deadline=deadline))
         with self._changed:
             if self._is_draining or self.error is not None:

@@ -136,7 +136,7 @@ class Slots(Batch):
         """
         for name, tokens, limit in (
             ("logit_bias", prompt.sampling.logit_bias, MOST_BIASED),
-            ("stop_ids", self.engine.stop_ids_of(prompt), MOST_STOP_IDS),
+            ("stop_ids", prompt.stop_ids, MOST_STOP_IDS),
         ):
             if len(tokens) > limit:
                 raise UserError(f"{name}: want at most {limit} tokens, got {len(tokens)}")
@@ -145,8 +145,7 @@ class Slots(Batch):
 
     def _put(self, prompt: PreparedPrompt) -> Request:
         """Puts a request on the device, in arrays of the same shapes for all requests."""
-        stop_ids = [self.engine.stop_ids_of(prompt)]
-        host = lay_out([prompt], stop_ids, num_tokens=self.config.rows)
+        host = lay_out([prompt], num_tokens=self.config.rows)
         return steps.put(self.weights, self.config, host)
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:

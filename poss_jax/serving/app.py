@@ -91,7 +91,8 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
         max_cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
         max_prefix_bytes=int(config.prefix_cache * prefix_unit),
     )
-    slots.check(PreparedPrompt([0], 1, choose_sampling(config.sampling, engine)))
+    sampling = choose_sampling(config.sampling, engine)
+    slots.check(PreparedPrompt([0], 1, sampling, engine.stop_ids))
     num_tokens, gib = slots.prefixes.most * slots.chunk, slots.prefixes.most_bytes / 2**30
     _LOG.warning("prefix cache: room for %d tokens, at most %.2f GiB per device", num_tokens, gib)
     return slots

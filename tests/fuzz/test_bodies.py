@@ -146,8 +146,7 @@ def check_job(job: Job) -> None:
         check_ids(prompt.ids)
         assert 0 < prompt.max_new_tokens <= ENGINE.max_length - len(prompt.ids)
         assert 0 <= prompt.num_continued < len(prompt.ids)
-    stop_ids = [ENGINE.stop_ids_of(prompt) for prompt in job.prompts]
-    arrays = lay_out(job.prompts, stop_ids, num_tokens=ENGINE.max_length)
+    arrays = lay_out(job.prompts, num_tokens=ENGINE.max_length)
     sampling = arrays.pop("sampling")
     assert arrays["stop_ids"].shape[1] == MOST_STOP_IDS
     assert sampling["bias"].shape[1] == MOST_BIASED
