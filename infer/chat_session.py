@@ -267,7 +267,7 @@ def talk(config: ChatConfig) -> None:
             f"target {engine.record.target.name}: want a model with a chat template, this one has "
             "none; continue texts with poss generate --prompt TEXT --stream"
         )
-    engine.check_stop(config.stop, config.max_new_tokens)
+    engine.check_stop(config.stop)
     chat = Chat(engine, config)
     chat.get_ready()
     say(f"{engine.record.target.name}: ask something; /help lists the commands, Ctrl-D leaves")

@@ -182,5 +182,5 @@ def _prepare(config: GenerateConfig) -> tuple[Engine, list[dict[str, Any]], list
     sampling = choose_sampling(config.sampling, engine)
     dialogues = read_dialogues(records, sampling, config.max_new_tokens)
     check_dialogues(engine, dialogues)
-    engine.check_stop(config.stop, config.max_new_tokens)
+    engine.check_stop(config.stop)
     return engine, records, dialogues

@@ -120,7 +120,7 @@ def _load_target(config: RegenerateConfig) -> Answerer:
     template = ChatTemplate(engine.tokenizer, config.data.template)  # as training will use it
     if template.text is not None:
         engine.tokenizer.chat_template = template.text
-    engine.check_stop(config.stop, config.max_new_tokens)
+    engine.check_stop(config.stop)
     window = _BATCHES_PER_WINDOW * config.batch_size
     writer = TurnWriter(config, engine.tokenizer) if config.self_prompt else None
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.reading import UserError, shorten
+from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.batch import FixedBatch
 from poss_jax.engine.loop import answer_batch, stream_batch
@@ -27,7 +27,6 @@ from poss_jax.engine.prompts import (
     encode_prompt,
     sampling_per_prompt,
 )
-from poss_jax.engine.text import longest_token
 
 
 class Engine(Models):
@@ -58,7 +57,7 @@ class Engine(Models):
 
         Raises:
           UserError: a prompt is empty, too long, or holds ids outside the vocabulary; stop strings
-            without a tokenizer, or ones that no answer can hold; more than the memory can hold.
+            without a tokenizer, or an empty one; more than the memory can hold.
         """
         if isinstance(prompts, str):
             raise UserError("prompts: want a list, got one text; put it into a list")
@@ -69,7 +68,7 @@ class Engine(Models):
             self.prepare(prompt, max_new_tokens, setting)
             for prompt, setting in zip(prompts, settings, strict=True)
         ]
-        self.check_stop(stop, max_new_tokens)
+        self.check_stop(stop)
         return self.decode(prepared, batch_size=batch_size, stop=stop)
 
     def stream(
@@ -89,7 +88,7 @@ class Engine(Models):
           UserError: as `generate`.
         """
         prepared = self.prepare(prompt, max_new_tokens, sampling)
-        self.check_stop(stop, max_new_tokens)
+        self.check_stop(stop)
         return self.decode_rounds(prepared, stop=stop)
 
     def prepare(
@@ -152,24 +151,14 @@ class Engine(Models):
         V = self.target_config.vocab_size
         return encode_prompt(prompt, self.tokenizer, V, rendering, is_bare=is_bare)
 
-    def check_stop(self, stop: Sequence[str], max_new_tokens: int) -> None:
-        """Refuses stop strings that no answer can hold.
-
-        Raises:
-          UserError: no tokenizer, an empty string, or one longer than the answer's tokens can be.
-        """
+    def check_stop(self, stop: Sequence[str]) -> None:
+        """Raises UserError for an empty stop string, or if there is no tokenizer to find one."""
         if isinstance(stop, str):
             raise UserError("stop: want a list of strings, got one string; put it into a list")
         if stop and self.tokenizer is None:
             raise UserError("stop: this target has no tokenizer to find strings with; leave it out")
-        for string in stop:
-            if not string:
-                raise UserError("stop: want strings, got an empty one; leave it out")
-            if len(string) > max_new_tokens * (1 + longest_token(self.tokenizer)):
-                raise UserError(
-                    f"stop {shorten(string)}: its {len(string)} characters are more than "
-                    f"{max_new_tokens} new tokens can write; leave it out, or raise max_new_tokens"
-                )
+        if not all(stop):
+            raise UserError("stop: want strings, got an empty one; leave it out")
 
     # ----------------------------------------------------------------------------------------------
     # Decoding prepared prompts

@@ -74,11 +74,11 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
     """Allocates the slots of a config.
 
     Raises:
-      UserError: what `Slots` refuses, more biases or stop ids than a request may have, or stop
-        strings that no answer can hold.
+      UserError: what `Slots` or `Engine.check_stop` refuses, or more biases or stop ids than a
+        request may have.
     """
     max_length = min(config.max_length or 8192, engine.max_length)
-    engine.check_stop(config.stop, max_length)
+    engine.check_stop(config.stop)
     sizes, max_size = [config.batch_size], config.batch_size
     if jax.default_backend() == "cpu":  # where an empty slot costs as much as a full one
         sizes = sorted({min(4**power, max_size) for power in range(max_size.bit_length())})

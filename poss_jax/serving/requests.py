@@ -197,7 +197,7 @@ def _make_job(
         raise BadField("prompt_logprobs", "not served in streams")
     if len(prompts) * num_choices > MOST_CHOICES:
         raise BadField("n", f"want at most {MOST_CHOICES} choices in all")
-    stop = _read_stop(engine, config, body)
+    stop = _read_stop(engine, body)
     with _refusing("structured_outputs"):
         grammar = _read_grammar(body, caller and caller.grammar)
     settings |= {
@@ -331,13 +331,13 @@ def _num_characters(value: Any) -> int:
     return sum(map(_num_characters, value)) if isinstance(value, list) else 0
 
 
-def _read_stop(engine: Engine, config: ServeConfig, body: CommonRequest) -> list[str]:
+def _read_stop(engine: Engine, body: CommonRequest) -> list[str]:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > MOST_STOPS or any(len(string) > _LONGEST_STOP for string in stop):
         message = f"want at most {MOST_STOPS} strings of at most {_LONGEST_STOP:,} characters"
         raise BadField("stop", message)
     with _refusing("stop"):
-        engine.check_stop(stop, config.max_length or engine.max_length)
+        engine.check_stop(stop)
     return stop
 
 
