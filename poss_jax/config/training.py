@@ -300,10 +300,6 @@ class TrainConfig:
             )
         if (self.num_tokens is None) == (self.num_epochs is None):
             raise ValueError("want either num_tokens or num_epochs; set the other to null")
-        self._check_draft()
-
-    def _check_draft(self) -> None:
-        """Checks settings of the draft against each other."""
         draft, weights = self.specialists, self.objective.depth_weights
         if draft.num_frozen and self.init_draft is None:
             raise ValueError("specialists.num_frozen wants init_draft: what stays must be trained")

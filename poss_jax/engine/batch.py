@@ -27,7 +27,7 @@ from poss_jax.decode.sampling import OF_OUTPUT
 from poss_jax.decode.state import DecodeState, Request, StaticShape, Weights
 from poss_jax.decode.verify import Logprobs
 from poss_jax.engine import steps
-from poss_jax.engine.answers import Generation, TokenLogprobs
+from poss_jax.engine.answers import Generation, LiveAnswer, TokenLogprobs
 from poss_jax.engine.device import check_memory
 from poss_jax.engine.guides import GrammarState, Walk
 from poss_jax.engine.models import Models

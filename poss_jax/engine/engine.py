@@ -16,7 +16,7 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.batch import FixedBatch
-from poss_jax.engine.loop import answer_batch, stream_batch
+from poss_jax.engine.loop import Loop, stream_batch
 from poss_jax.engine.models import Models
 from poss_jax.engine.prompts import (
     PreparedPrompt,
@@ -25,8 +25,9 @@ from poss_jax.engine.prompts import (
     Rendering,
     check_bias,
     encode_prompt,
-    sampling_per_prompt,
+    with_seed,
 )
+from poss_jax.engine.rounds import MOST_ROUNDS
 
 
 class Engine(Models):
@@ -63,10 +64,14 @@ class Engine(Models):
             raise UserError("prompts: want a list, got one text; put it into a list")
         if batch_size < 1:
             raise UserError(f"batch_size: want at least 1, got {batch_size}")
-        settings = sampling_per_prompt(sampling, len(prompts))
+        if sampling is None or isinstance(sampling, SamplingConfig):
+            shared = sampling or SamplingConfig()
+            sampling = [with_seed(shared, index) for index in range(len(prompts))]
+        if (got := len(sampling)) != (wanted := len(prompts)):
+            raise UserError(f"sampling: want one for all or one per prompt ({wanted}), got {got}")
         prepared = [
-            self.prepare(prompt, max_new_tokens, setting)
-            for prompt, setting in zip(prompts, settings, strict=True)
+            self.prepare(prompt, max_new_tokens, settings)
+            for prompt, settings in zip(prompts, sampling, strict=True)
         ]
         self.check_stop(stop)
         return self.decode(prepared, batch_size=batch_size, stop=stop)
@@ -174,7 +179,11 @@ class Engine(Models):
         answers: list[Generation] = []
         for first in range(0, len(prompts), batch_size):
             batch = FixedBatch(self, prompts[first : first + batch_size], batch_size=batch_size)
-            answers += answer_batch(batch, stop)
+            loop = Loop(batch, num_rounds=MOST_ROUNDS)
+            tickets = loop.start(stop)
+            while not loop.is_idle:
+                loop.turn()
+            answers += [chunk.answer for ticket in tickets for chunk in ticket if chunk.answer]
         return answers
 
     def decode_rounds(self, prompt: PreparedPrompt, *, stop: Sequence[str] = ()) -> Iterator[Chunk]:

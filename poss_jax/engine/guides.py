@@ -100,7 +100,9 @@ class Walk:
         self._go(path)
         self._here.fill(mask)
         tokens = {child: int(self._tokens[child]) for child in children[node]}
-        allowed = {child: token for child, token in tokens.items() if _has(mask, token)}
+        allowed = {
+            child: token for child, token in tokens.items() if mask[token // 32] >> (token % 32) & 1
+        }
         if not allowed:
             self._leaves[node] = path
         for child, token in allowed.items():
@@ -144,7 +146,3 @@ def explain(message: str) -> str:
     if message in ("NoExtension", "NoExtensionBias"):
         return "want a grammar that some text matches, this model's tokens can write none"
     return one_line(message)
-
-
-def _has(mask: np.ndarray, token: int) -> bool:
-    return bool(mask[token // 32] >> (token % 32) & 1)

@@ -4,8 +4,8 @@
                                                     │                        │
                                          the device runs this step while the host reads the last
 
-No threads: whoever calls `Loop.turn` decodes. `Engine` does over a `FixedBatch` (`answer_batch`,
-`stream_batch`), the server over `Slots`, on the thread of `scheduler.py`.
+No threads: whoever calls `Loop.turn` decodes. `Engine` does over a `FixedBatch`, the server over
+`Slots`, on the thread of `scheduler.py`.
 """
 
 import time
@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 from poss_jax.config.reading import UserError
-from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
+from poss_jax.engine.answers import Chunk, LiveAnswer, Round
 from poss_jax.engine.batch import FixedBatch, run_guided_round
-from poss_jax.engine.rounds import MOST_ROUNDS, Pace, PackedRounds, read_rounds
+from poss_jax.engine.rounds import Pace, PackedRounds, read_rounds
 from poss_jax.engine.streams import Stats, Ticket
 
 _SHRINK_AFTER = 16  # steps for which a batch stays larger than its requests need
@@ -282,17 +282,8 @@ class Loop:
             ticket.put(*earlier, replace(last, answer=None), failure)
 
 
-def answer_batch(batch: FixedBatch, stop: Sequence[str] = ()) -> list[Generation]:
-    """Answers the prompts of a batch; `stop` are strings that `Engine.check_stop` accepts."""
-    loop = Loop(batch, num_rounds=MOST_ROUNDS)
-    tickets = loop.start(stop)
-    while not loop.is_idle:
-        loop.turn()
-    return [chunk.answer for ticket in tickets for chunk in ticket if chunk.answer]
-
-
 def stream_batch(batch: FixedBatch, stop: Sequence[str] = ()) -> Iterator[Chunk]:
-    """Answers the only prompt of a batch; yields a chunk per round, the last with the answer."""
+    """Answers the only prompt of a batch; yields what `Engine.stream` does."""
     # On several hosts every process must run the same number of rounds.
     loop = Loop(batch, num_rounds=None if jax.process_count() == 1 else 1)
     (ticket,) = loop.start(stop)

@@ -249,7 +249,16 @@ class Scheduler:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._turn()
+                if self._failure is not None:
+                    raise self._failure
+                self._loop.drop_cancelled()
+                if self._calls:
+                    _run_first(self._calls)
+                if self._calls_alone and not any(self._loop.tickets()):
+                    self._loop.finish_steps()
+                    _run_first(self._calls_alone)
+                else:  # requests that wait run after the call
+                    self._loop.turn(admits=not self._calls_alone)
         except BaseException as error:  # such as a tokenizer's panic
             _LOG.exception("decoding failed")
             with self._changed:
@@ -277,19 +286,6 @@ class Scheduler:
             if loop.waiting and not (has_calls() or loop.is_busy or loop.following()):
                 self._changed.wait(_POLL_SECONDS)  # for the warm-up
             return not (self.is_closed and loop.is_idle)
-
-    def _turn(self) -> None:
-        """Runs a function that waits, or else a turn of the loop."""
-        if self._failure is not None:
-            raise self._failure
-        self._loop.drop_cancelled()
-        if self._calls:
-            _run_first(self._calls)
-        if self._calls_alone and not any(self._loop.tickets()):
-            self._loop.finish_steps()
-            _run_first(self._calls_alone)
-            return
-        self._loop.turn(admits=not self._calls_alone)  # those that wait run after the call
 
     # ----------------------------------------------------------------------------------------------
     # Compilation

@@ -154,8 +154,11 @@ def _add_arguments(
     group.add_argument("-h", "--help", action="help", help="Show the main options.")
     group.add_argument("--help-all", action="help", help="Show all options and keys.")
     add_version(group)
-    for action in () if shows_all else parser._actions:
-        action.help = _shorten_help(action.help or "")
+    for action in () if shows_all else parser._actions:  # the beginning of a text, and the default
+        text, *default = re.split(r" (?=\(default: [^()]*\)$)", action.help or "")
+        text = re.split(r"[.;](?: |$)| \(docs/", text)[0]
+        text = text if len(text) <= _LONGEST_TEXT else re.split(r": | \(", text)[0]
+        action.help = " ".join([text, *default])
 
 
 def describe(doc: str | None, *, shows_all: bool) -> str:
@@ -207,14 +210,6 @@ def _help_of(key: Key) -> str:
     default = [*key.default] if isinstance(key.default, tuple) else key.default
     shown = f"{default:g}" if isinstance(default, float) else default
     return key.help + ("" if default in (None, []) else f" (default: {shown})")
-
-
-def _shorten_help(text: str) -> str:
-    """The beginning of a help text, and the default."""
-    summary, *default = re.split(r" (?=\(default: [^()]*\)$)", text)
-    summary = re.split(r"[.;](?: |$)| \(docs/", summary)[0]
-    summary = summary if len(summary) <= _LONGEST_TEXT else re.split(r": | \(", summary)[0]
-    return " ".join([summary, *default])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Annotated, Any, cast
 import jax
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -210,7 +211,7 @@ def _add_state(app: FastAPI) -> None:
     @app.get("/metrics")
     async def metrics(service: ServiceOf) -> Response:
         """Metrics in Prometheus' format."""
-        text = service.metrics.render()
+        text = generate_latest(service.metrics)  # type: ignore[arg-type]
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

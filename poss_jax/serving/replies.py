@@ -183,8 +183,11 @@ class Reply:
             logprobs = None
             if self._job.num_logprobs is not None:
                 echoed = self._echoed.get(prompt_index)
-                first = echoed or self._format_logprobs(choice, (), ())
-                logprobs = _join(first, *choice.logprobs)
+                parts = [echoed or self._format_logprobs(choice, (), ()), *choice.logprobs]
+                logprobs = {
+                    name: None if first is None else [item for part in parts for item in part[name]]
+                    for name, first in parts[0].items()
+                }
             shown |= {"logprobs": logprobs, "finish_reason": self._finish(choice)}
             if has_scores and not is_chat:
                 shown["prompt_logprobs"] = self._scored[prompt_index]
@@ -300,14 +303,6 @@ def format_token(name: str, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": logprob, "bytes": list(spelled)}
     spelled_out = None if _UNKNOWN in name else list(name.encode())
     return {"token": name, "logprob": logprob, "bytes": spelled_out}
-
-
-def _join(*parts: dict[str, Any]) -> dict[str, Any]:
-    """Joins the lists of log-probabilities of one choice."""
-    return {
-        name: None if first is None else [item for logprobs in parts for item in logprobs[name]]
-        for name, first in parts[0].items()
-    }
 
 
 class _Places:

@@ -76,10 +76,19 @@ def read_response(engine: Engine, config: ServeConfig, body: ResponseRequest) ->
     Raises:
       ApiError: something in it cannot be served.
     """
-    _check(body)
+    extra = body.model_extra or {}
+    refused = [name for name in _REFUSED if getattr(body, name, extra.get(name)) not in _NOTHING]
+    refused += ["truncation"] if body.truncation not in (None, "disabled") else []
+    refused += ["include"] if set(body.include or ()) - {"reasoning.encrypted_content"} else []
+    if refused:  # such as what needs a memory
+        raise BadField(refused[0], "not served by /v1/responses")
+    for name in _REPEATED:
+        try:
+            json.dumps(getattr(body, name), allow_nan=False)
+        except ValueError as error:
+            raise BadField(name, "want finite numbers") from error
     form, choice = _form_of(body), body.tool_choice
-    fields = body.model_dump(include=set(CommonRequest.model_fields), exclude_none=True)
-    fields = (body.model_extra or {}) | fields
+    fields = extra | body.model_dump(include=set(CommonRequest.model_fields), exclude_none=True)
     fields |= {
         "messages": _read_input(body),
         "max_completion_tokens": body.max_output_tokens,
@@ -102,21 +111,6 @@ def read_response(engine: Engine, config: ServeConfig, body: ResponseRequest) ->
     if (grammar := job.grammar) is None:
         return job
     return job._replace(grammar=replace(grammar, name=_NAMES.get(grammar.name, grammar.name)))
-
-
-def _check(body: ResponseRequest) -> None:
-    """Refuses what is not served here, such as what needs a memory."""
-    extra = body.model_extra or {}
-    refused = [name for name in _REFUSED if getattr(body, name, extra.get(name)) not in _NOTHING]
-    refused += ["truncation"] if body.truncation not in (None, "disabled") else []
-    refused += ["include"] if set(body.include or ()) - {"reasoning.encrypted_content"} else []
-    for name in refused:
-        raise BadField(name, "not served by /v1/responses")
-    for name in _REPEATED:
-        try:
-            json.dumps(getattr(body, name), allow_nan=False)
-        except ValueError as error:
-            raise BadField(name, "want finite numbers") from error
 
 
 def _form_of(body: ResponseRequest) -> dict[str, Any]:

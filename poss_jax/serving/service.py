@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client import Histogram, generate_latest
+from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.types import Receive, Scope, Send
 
@@ -153,8 +153,15 @@ class Service:
                 await _unless_left(request, asyncio.wrap_future(compiling))
             job = await asyncio.to_thread(add_guides, job, compiling)
         reply = kind(self.engine, job, model=self.model)
-        if job.scores_prompt:
-            await self._score(job, reply)
+
+        def score(index: int) -> None:
+            prompt = job.prompts[index * job.num_choices]
+            reply.take_scores(index, self.scheduler.score(prompt.ids))
+
+        if job.scores_prompt:  # one at a time for all requests; answers are decoded meanwhile
+            loop = asyncio.get_running_loop()
+            for index in range(len(job.prompts) // job.num_choices):
+                await loop.run_in_executor(self._scorer, score, index)
         tickets = await self._submit(job)
         interval = self.config.stream_interval_seconds if job.is_streamed else _KEEP_ALIVE_SECONDS
         chunks = merge(tickets, patience=_KEEP_ALIVE_SECONDS, interval=interval)
@@ -165,16 +172,6 @@ class Service:
             return JSONResponse(await _unless_left(request, reply.write_body(chunks)))
         finally:
             _cancel(tickets)
-
-    async def _score(self, job: Job, reply: Reply) -> None:
-        """Scores the prompts, one at a time for all requests; answers are decoded meanwhile."""
-
-        def score(index: int) -> None:
-            prompt = job.prompts[index * job.num_choices]
-            reply.take_scores(index, self.scheduler.score(prompt.ids))
-
-        for index in range(len(job.prompts) // job.num_choices):
-            await asyncio.get_running_loop().run_in_executor(self._scorer, score, index)
 
     async def _timed(self, chunks: Chunks, arrived: float) -> Chunks:
         """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
@@ -248,10 +245,6 @@ class Metrics:
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to first token")
         self.per_token = histogram("time_per_output_token_seconds", "Per token after the first")
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end")
-
-    def render(self) -> bytes:
-        """All metrics as text."""
-        return generate_latest(self)  # type: ignore[arg-type]
 
     def collect(self) -> Iterator[Metric]:
         """Reads all metrics; those that vLLM has, too, come again with its names and labels."""
