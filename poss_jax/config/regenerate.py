@@ -10,13 +10,7 @@ from pydantic.dataclasses import dataclass
 from poss_jax.config.data import DataConfig
 from poss_jax.config.decoding import AnswerConfig, SamplingConfig
 from poss_jax.config.models import STRICT
-from poss_jax.config.numbers import (
-    INT32_MAX,
-    Count,
-    Fraction,
-    Probability,
-    Temperature,
-)
+from poss_jax.config.numbers import INT32_MAX, Count, Fraction, Probability, Temperature
 from poss_jax.config.reading import parse_yaml, refuse_given, shorten
 
 _Int = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
