@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs, answer_anchor
@@ -57,14 +57,14 @@ class Reply:
             "system_fingerprint": engine.fingerprint,
         }
         tokenizer = engine.tokenizer
-        self._anchor = tokenizer and find_anchor(tokenizer, job.prompts[0].ids)
+        anchor = tokenizer and find_anchor(tokenizer, job.prompts[0].ids)
+        self._name = cache(partial(_find_name, tokenizer, anchor))
         self._choices = []
         for prompt, echo in zip(job.prompts, job.echo, strict=True):
             # The answer's text begins without what it continues.
             text = tokenizer and TextStream(tokenizer, anchor=answer_anchor(prompt, tokenizer))
             reader = CallReader(job.caller) if job.caller else None
             self._choices.append(_Choice(prompt, echo, _Places(text, len(echo), {}, ""), reader))
-        self._name = cache(self._find_name)
         # By prompt, in the forms of completions and of vLLM.
         self._echoed: dict[int, dict[str, Any]] = {}
         self._scored: dict[int, list[dict[str, Any] | None]] = {}
@@ -278,16 +278,16 @@ class Reply:
             names[token] = f"token_id:{token}" if not name or name in names.values() else name
         return names
 
-    def _find_name(self, token: int) -> str:
-        """The text of a token; for part of a character its bytes, as OpenAI names them."""
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
-            return str(token)
-        text = decode_behind(tokenizer, self._anchor, [token], skip_special_tokens=False)
-        spelled = token_bytes(tokenizer, token) if _UNKNOWN in text else None
-        if spelled is None or spelled == text.encode():
-            return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+def _find_name(tokenizer: Any, anchor: int | None, token: int) -> str:
+    """The text of a token; for part of a character its bytes, as OpenAI names them."""
+    if tokenizer is None:
+        return str(token)
+    text = decode_behind(tokenizer, anchor, [token], skip_special_tokens=False)
+    spelled = token_bytes(tokenizer, token) if _UNKNOWN in text else None
+    if spelled is None or spelled == text.encode():
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 def event(data: Any) -> bytes:
