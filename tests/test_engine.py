@@ -22,7 +22,7 @@ from poss_jax.decode import speculate
 from poss_jax.decode.sampling import OF_OUTPUT
 from poss_jax.engine.batch import FixedBatch, score_prompt
 from poss_jax.engine.device import least_bytes
-from poss_jax.engine.prompts import prompt_seed
+from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
 from poss_jax.engine.trees import fit_tree
 from poss_jax.model.documents import encode
 from poss_jax.model.sharding import bytes_per_device
@@ -242,18 +242,16 @@ def test_rows_stop_at_limits_of_their_own(small: Engine) -> None:
     assert answers[0] == whole[0]
 
 
-def test_prompts_that_share_settings_have_seeds_of_their_own(plain, monkeypatch) -> None:
-    monkeypatch.setattr(plain, "decode", lambda prompts, **_: [p.sampling for p in prompts])
+def test_prompts_that_share_settings_have_seeds_of_their_own() -> None:
     shared = SamplingConfig(temperature=1, seed=7)
-    first, second, third = plain.generate([[1]] * 3, max_new_tokens=1, sampling=shared)
+    first, second, third = sampling_per_prompt(shared, 3)
     assert first == shared
     assert second == replace(shared, seed=prompt_seed(7, 1))
     seeds = {prompt_seed(seed, index) for seed in range(20) for index in range(20)}
     assert len(seeds) == 400 and all(0 <= seed < 2**32 for seed in seeds)
-    same = plain.generate([[1]] * 2, max_new_tokens=1, sampling=[third, first])
-    assert same == [third, first]
+    assert sampling_per_prompt([third, first], 2) == [third, first]
     with pytest.raises(UserError, match=r"one for all or one per prompt \(3\), got 2"):
-        plain.generate([[1]] * 3, max_new_tokens=1, sampling=[third, first])
+        sampling_per_prompt([third, first], 3)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from poss_jax.engine.prompts import (
     Rendering,
     check_bias,
     encode_prompt,
-    with_seed,
+    sampling_per_prompt,
 )
 from poss_jax.engine.rounds import MOST_ROUNDS
 
@@ -64,14 +64,10 @@ class Engine(Models):
             raise UserError("prompts: want a list, got one text; put it into a list")
         if batch_size < 1:
             raise UserError(f"batch_size: want at least 1, got {batch_size}")
-        if sampling is None or isinstance(sampling, SamplingConfig):
-            shared = sampling or SamplingConfig()
-            sampling = [with_seed(shared, index) for index in range(len(prompts))]
-        if (got := len(sampling)) != (wanted := len(prompts)):
-            raise UserError(f"sampling: want one for all or one per prompt ({wanted}), got {got}")
+        settings = sampling_per_prompt(sampling, len(prompts))
         prepared = [
-            self.prepare(prompt, max_new_tokens, settings)
-            for prompt, settings in zip(prompts, sampling, strict=True)
+            self.prepare(prompt, max_new_tokens, setting)
+            for prompt, setting in zip(prompts, settings, strict=True)
         ]
         self.check_stop(stop)
         return self.decode(prepared, batch_size=batch_size, stop=stop)

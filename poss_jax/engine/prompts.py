@@ -170,6 +170,24 @@ def check_bias(sampling: SamplingConfig, vocab_size: int) -> None:
             raise UserError(f"logit_bias: want token ids of 0 to {vocab_size - 1}, got {token}")
 
 
+def sampling_per_prompt(
+    sampling: SamplingConfig | Sequence[SamplingConfig] | None, num_prompts: int
+) -> list[SamplingConfig]:
+    """Gives every prompt its settings; prompts that share them get different seeds.
+
+    Raises:
+      UserError: a list of another length than the prompts.
+    """
+    if sampling is None or isinstance(sampling, SamplingConfig):
+        shared = sampling or SamplingConfig()
+        return [with_seed(shared, index) for index in range(num_prompts)]
+    if len(sampling) != num_prompts:
+        raise UserError(
+            f"sampling: want one for all or one per prompt ({num_prompts}), got {len(sampling)}"
+        )
+    return list(sampling)
+
+
 def with_seed(sampling: SamplingConfig, index: int) -> SamplingConfig:
     """Gives a prompt of a run its own seed (see `prompt_seed`)."""
     return dataclasses.replace(sampling, seed=prompt_seed(sampling.seed, index))

@@ -183,10 +183,10 @@ class Reply:
             logprobs = None
             if self._job.num_logprobs is not None:
                 echoed = self._echoed.get(prompt_index)
-                parts = [echoed or self._format_logprobs(choice, (), ()), *choice.logprobs]
+                rows = [echoed or self._format_logprobs(choice, (), ()), *choice.logprobs]
                 logprobs = {
-                    name: None if first is None else [item for part in parts for item in part[name]]
-                    for name, first in parts[0].items()
+                    name: None if first is None else [item for row in rows for item in row[name]]
+                    for name, first in rows[0].items()
                 }
             shown |= {"logprobs": logprobs, "finish_reason": self._finish(choice)}
             if has_scores and not is_chat:
