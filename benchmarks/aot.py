@@ -301,7 +301,7 @@ def gpu(name: str) -> list[Any]:
 def describe_gpu(name: str) -> str:
     """Describes a GPU as XLA reads it: a `GpuTargetConfigProto` in protobuf's text format.
 
-    The facts about Hopper GPUs are those of NVIDIA's tuning guide.
+    The facts about Hopper GPUs come from NVIDIA's tuning guide.
     """
     full_name, memory = GPUS[name]
     return f"""

@@ -1,4 +1,4 @@
-r"""The questions of a run: those of its source, and those that the target writes itself.
+r"""The questions of a run: from its source, or written by the target itself.
 
 A chat model needs only the text that its template puts before a user's turn: what it writes next is
 a question of the kind it was trained on (Magpie, arXiv 2406.08464).

@@ -418,7 +418,7 @@ def _positions(
     labels: dict[str, Any],
     decoded: dict[str, Any] | None = None,
 ) -> None:
-    """Draws numbers by position, with their intervals; those of decoding are dashed."""
+    """Draws numbers by position, with their intervals; decoded ones are dashed."""
     for name in numbers:
         lines = [(numbers[name], {"label": name, "marker": "o"})]
         if decoded is not None:

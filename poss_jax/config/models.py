@@ -200,7 +200,9 @@ class DraftConfig:
     # Layers of the target whose inputs together are a feature; empty: a feature is the hidden state
     # after the target's final norm.
     aux_layers: tuple[CountOrZero, ...] = _omitted(())
-    head_size: AtLeastTwo | None = _omitted(None)  # tokens of its own head; None: the target's head
+    head_size: AtLeastTwo | None = _omitted(
+        None
+    )  # tokens of the draft's head; None: uses the target's
     norm_before_residual: bool = _omitted(False)  # a layer adds to its normed feature
     # `whole`: the target's feature is normed before `fc`; `each`: each layer's part by itself.
     fc_norm: Literal["whole", "each"] | None = _omitted(None)

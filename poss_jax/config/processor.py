@@ -46,7 +46,7 @@ def int8_products() -> Int8Products:
 
 @cache
 def has_unsigned_products() -> bool:
-    """True if products of uint8 with int8 are faster than those of int8 with int8.
+    """True if multiplying uint8 by int8 is faster than int8 by int8.
 
     YNNPACK's kernels for AVX-512 VNNI take uint8; without VNNI, it has no fast kernel for uint8.
     """

@@ -136,7 +136,7 @@ class Loop:
         return tickets
 
     def finish_steps(self, *, but_last: bool = False) -> None:
-        """Delivers all that has been started; `but_last`: not the last step, if requests go on."""
+        """Delivers what has been started; `but_last`: not the last step, if requests continue."""
         while len(self._under_way) > (1 if but_last and self._active else 0):
             rounds, active, begun = self._under_way.pop(0)
             slots = read_rounds(rounds)

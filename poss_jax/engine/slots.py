@@ -277,7 +277,7 @@ class Slots(Batch):
         return next(self._scores)
 
     def resize(self, size: int, order: Sequence[int]) -> None:
-        """Moves slots into a batch of another size, those of `order` in this order."""
+        """Moves slots of `order`, in this order, into a batch of another size."""
         index = np.zeros(size, np.int32)
         index[: len(order)] = order
         is_kept = np.arange(size) < len(order)

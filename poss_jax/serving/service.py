@@ -234,7 +234,7 @@ async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
 
 
 class Metrics:
-    """Metrics of one server: those of the scheduler, and times of its answers."""
+    """Metrics of one server: the scheduler's, and times of its answers."""
 
     def __init__(self, scheduler: Scheduler, model: str) -> None:
         self._scheduler, self._labels = scheduler, {"engine": "0", "model_name": model}
