@@ -347,7 +347,7 @@ class Prefixes:
         return [self._blocks[name] for name in takewhile(self._blocks.__contains__, names)]
 
     def keep(self, names: Sequence[bytes], new: range, cut: Callable[[int], Block]) -> None:
-        """Keeps the `new` blocks of a prompt, as long as those of other prompts can be dropped."""
+        """Keeps the `new` blocks of a prompt while blocks of other prompts can be dropped."""
         for index in new:
             if names[index] in self._blocks:
                 continue
