@@ -131,7 +131,7 @@ def test_folder_of_something_else_is_refused(tmp_path, content, overwrite) -> No
     if content is not None:
         (tmp_path / "thesis" / "config.yaml").write_text(content)
     before = files(tmp_path)
-    with pytest.raises(UserError, match=r"thesis is not empty, and its config\.yaml is not that"):
+    with pytest.raises(UserError, match=r"thesis is not empty, and no training run by"):
         start(config_for(tmp_path / "thesis"), overwrite=overwrite)
     assert files(tmp_path) == before
 

@@ -207,7 +207,7 @@ def test_target_trained_at_a_uri(runs, uploaded, objects, tmp_path, capsys):
     with pytest.raises(UserError, match="holds a run with another config"):
         main(["--config", config, "seed=1"])
     message = refusal(main, "--config", config, "output=gs://runs", "seed=1")
-    assert "not that of a training run" in message
+    assert "no training run by its config.yaml" in message
 
 
 def test_overwritten_run_starts_anew(uploaded, objects, tmp_path):

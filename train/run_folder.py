@@ -354,8 +354,8 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
     saved = saved_config(path)
     if saved is None:
         raise UserError(
-            f"output {path} is not empty, and its config.yaml is not that of a training run; put "
-            "that back, or name another folder"
+            f"output {path} is not empty, and no training run by its config.yaml; name another "
+            "folder, or put that file back"
         )
     if (different := changed_settings(saved, config)) and not overwrite:
         raise UserError(

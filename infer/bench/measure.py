@@ -248,8 +248,6 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dic
     """
     num_steps = max(prompt.max_new_tokens, 32) - 1  # so that there are steps
     batch = FixedBatch(engine, [PreparedPrompt(prompt.ids, num_steps + 1)])
-    no_stop = jnp.full_like(batch.request.stop_ids, -1)
-    batch.request = batch.request.replace(stop_ids=no_stop)
     batch.start()
     programs = {run: partial(run, *batch.arguments) for run in (_plain_steps, _loop)}
     seconds = time_in_turn(programs, _STEP_CALLS)
